@@ -1,0 +1,1 @@
+"""The typed schema behind the YAML: every key, its unit, its check, its error."""

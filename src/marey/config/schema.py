@@ -1,0 +1,331 @@
+"""The encoder run's configuration, typed. The YAML under ``conf/`` holds the defaults; this holds the checks.
+
+Every key of the composed configuration is declared here with its unit; a key that is not, is refused.
+``trainer.*`` are the arguments of Lightning's Trainer, all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PadShort = Literal["drop", "repeat"]
+
+
+class Section(BaseModel):
+    """A node of the configuration: unknown keys are refused, values are not coerced across kinds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class LoaderConfig(Section):
+    """How clips reach the model."""
+
+    batch_size: PositiveInt = Field(description="clips per rank and micro-step: what BatchNorm and SIGReg see of one rank")
+    micro_batch_size: PositiveInt | None = Field(
+        description="clips the encoder holds at a time (null: batch_size); activations are recomputed; "
+        "memory follows it, the method does not"
+    )
+    timeout: NonNegativeInt = Field(description="seconds without a batch before the run says which file stalls (0: never)")
+    num_workers: NonNegativeInt = Field(description="loader processes per rank")
+    persistent_workers: bool
+    prefetch_factor: PositiveInt | None = Field(description="micro-batches each worker prepares ahead")
+    pin_memory: bool
+    clips_per_video: PositiveInt = Field(description="clips drawn from each stored episode per epoch")
+    normalize_on_gpu: bool = Field(description="ship uint8 and normalise on the device (same numbers either way)")
+    episode_distinct: bool = Field(
+        description="a statistic batch avoids two clips of one episode while it can (false: plain shuffle)"
+    )
+
+    @model_validator(mode="after")
+    def _micro_batch_divides(self) -> LoaderConfig:
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"loader.micro_batch_size={self.micro_batch_size} must divide loader.batch_size={self.batch_size}"
+            )
+        return self
+
+
+class AugmentationConfig(Section):
+    """One global view (crop only) and V local views (crop, flip, colour), one draw per view for all its frames."""
+
+    local_size: PositiveInt = Field(description="pixels, side of a local view")
+    local_crops_number: NonNegativeInt = Field(description="local views per clip, V")
+    local_crops_scale: tuple[Fraction, Fraction] = Field(description="share of the frame's area")
+    global_crops_scale: tuple[Fraction, Fraction] = Field(description="share of the frame's area")
+    hflip: bool = Field(description="flip local views with probability 0.5")
+    color_jitter_prob: Fraction
+    grayscale_prob: Fraction
+    gaussian_blur_prob: Fraction
+    color_jitter_hue: Annotated[float, Field(ge=0.0, le=0.5)]
+
+    @model_validator(mode="after")
+    def _ranges_ascend(self) -> AugmentationConfig:
+        for key in ("local_crops_scale", "global_crops_scale"):
+            low, high = getattr(self, key)
+            if not 0 < low <= high:
+                raise ValueError(f"augmentation.{key}=[{low}, {high}] must be 0 < low <= high <= 1")
+        return self
+
+
+class ModelConfig(Section):
+    """The video encoder."""
+
+    name: str = Field(description="size: vit_nano, vit_tiny, vit_small, vit_base, vit_large, vit_huge, vit_giant")
+    img_size: PositiveInt = Field(description="pixels, side of the global view")
+    patch_size: PositiveInt = Field(description="pixels")
+    num_frames: PositiveInt = Field(description="frames per clip, T")
+    tubelet_size: PositiveInt = Field(description="frames per token")
+    use_rope: bool
+    token_drop_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(description="share of tokens dropped in training")
+    attn_mode: Literal["full", "block_causal"]
+    rope_layout: Literal["tiled", "rotary"]
+
+    @model_validator(mode="after")
+    def _sizes_divide(self) -> ModelConfig:
+        sizes = ("vit_nano", "vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge", "vit_giant")
+        if self.name not in sizes:
+            from marey.core.errors import nearest
+
+            close = nearest(self.name, sizes)
+            hint = f"did you mean {close}?" if close else f"choose one of {', '.join(sizes)}"
+            raise ValueError(f"model.name={self.name} is not a known size; {hint}")
+        if self.img_size % self.patch_size:
+            raise ValueError(f"model.img_size={self.img_size} is not a multiple of model.patch_size={self.patch_size}")
+        if self.num_frames % self.tubelet_size:
+            raise ValueError(
+                f"model.num_frames={self.num_frames} is not a multiple of model.tubelet_size={self.tubelet_size}"
+            )
+        return self
+
+
+class ProjectorConfig(Section):
+    """The head in which views are compared."""
+
+    hidden_dim: PositiveInt
+    output_dim: PositiveInt
+    norm_group: PositiveInt | None = Field(description="clips per BatchNorm group (null: all clips of one rank's batch)")
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    type: Literal["AdamW"]
+    lr: Annotated[float, Field(gt=0)]
+    weight_decay: Annotated[float, Field(ge=0)]
+    exclude_bias_norm: bool = Field(description="no decay on biases, norms, 1-D tensors and cls_token")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
+
+
+class SchedulerConfig(Section):
+    """Linear warmup from start_lr to optimizer.lr at peak_step, then cosine to end_lr (end == peak: flat)."""
+
+    name: Literal["LinearWarmupCosineAnnealing"]
+    interval: Literal["step"] = Field(description="counted in optimizer steps")
+    peak_step: NonNegativeInt
+    start_lr: Annotated[float, Field(ge=0)]
+    end_lr: Annotated[float, Field(ge=0)]
+
+
+class WeightDecayScheduleConfig(Section):
+    """Weight decay over optimizer steps; off in the reference."""
+
+    enabled: bool
+    schedule_type: Literal["cosine", "linear"]
+    start_value: Annotated[float, Field(ge=0)]
+    end_value: Annotated[float, Field(ge=0)]
+
+
+class EmaConfig(Section):
+    """A slow copy of the weights, saved beside them; no target, never in the loss."""
+
+    enabled: bool
+    decay: Annotated[float, Field(ge=0, lt=1)] = Field(description="per optimizer step")
+    update_every: PositiveInt = Field(description="optimizer steps between updates")
+    start_step: NonNegativeInt = Field(description="optimizer steps before the copy starts to follow")
+    compensate: bool = Field(description="true: one update uses decay ** update_every; false: plain decay")
+    include: list[str] = Field(description="top-level modules copied")
+    save_key: str = Field(description="checkpoint key")
+    dtype: Literal["float32", "float64"]
+
+
+class SigregKwargs(Section):
+    """SIGReg's quadrature and directions."""
+
+    knots: Annotated[int, Field(ge=2)]
+    num_proj: PositiveInt
+    normalize_by_n: bool
+
+
+class SigregConfig(Section):
+    """The only weight of the loss."""
+
+    weight: Annotated[float, Field(ge=0)]
+    kwargs: SigregKwargs
+
+
+class LossConfig(Section):
+    """``invariance + weight * sigreg``."""
+
+    sigreg: SigregConfig
+
+
+class CheckpointConfig(Section):
+    """Checkpoints: every n optimizer steps and at the end, always; the step is part of every file name."""
+
+    dirpath: str = Field(description="relative paths resolve from the launch directory")
+    filename: str
+    every_n_train_steps: PositiveInt = Field(description="optimizer steps")
+    save_top_k: Annotated[int, Field(ge=-1)] = Field(description="-1: keep all; n: keep the newest n")
+    save_last: bool
+    auto_insert_metric_name: bool
+
+
+class ResumeConfig(Section):
+    """Start from a checkpoint."""
+
+    ckpt_path: str | None
+    weights_only: bool = Field(description="true: weights alone, fresh optimizer and step; false: the whole state")
+    weights: Literal["online", "ema"]
+    allow_changes: list[str] = Field(description="keys whose change an exact resume accepts")
+
+
+class TrainerConfig(Section):
+    """Lightning Trainer arguments, by Lightning's names. ``max_steps`` counts optimizer steps."""
+
+    accelerator: str
+    strategy: str
+    devices: int | str | list[int]
+    num_nodes: PositiveInt
+    precision: str | int | None
+    logger: bool | None = Field(description="false: no TensorBoard or W&B (metrics.csv is always written)")
+    callbacks: None = Field(description="not settable here: the run's callbacks are its own")
+    fast_dev_run: bool | NonNegativeInt
+    max_epochs: int | None
+    min_epochs: int | None
+    max_steps: Annotated[int, Field(ge=-1)]
+    min_steps: int | None
+    max_time: str | dict[str, int] | None
+    limit_train_batches: int | float | None
+    limit_val_batches: int | float | None
+    limit_test_batches: int | float | None
+    limit_predict_batches: int | float | None
+    overfit_batches: int | float
+    val_check_interval: int | float | str | dict[str, int] | None
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int | None
+    log_every_n_steps: PositiveInt = Field(description="optimizer steps between rows of metrics.csv")
+    enable_checkpointing: bool | None
+    enable_progress_bar: bool | None
+    enable_model_summary: bool | None
+    accumulate_grad_batches: None = Field(description="use the top-level accumulate_grad_batches")
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: Literal["norm", "value"] | None
+    deterministic: bool | Literal["warn"] | None
+    benchmark: bool | None
+    inference_mode: bool
+    use_distributed_sampler: Literal[False] = Field(description="always false: positions are arithmetic")
+    profiler: str | None
+    detect_anomaly: bool
+    barebones: Literal[False]
+    plugins: None
+    sync_batchnorm: Literal[False] = Field(description="always false: projector.norm_group says what BatchNorm sees")
+    reload_dataloaders_every_n_epochs: Literal[0]
+    default_root_dir: str | None
+    enable_autolog_hparams: bool
+    model_registry: None
+
+
+class SourceConfig(Section):
+    """One source of a mixture; what is left null comes from the top-level keys."""
+
+    path: str
+    name: str | None = None
+    clips_per_video: PositiveInt | None = None
+    frame_stride: PositiveInt | None = None
+    pad_short: PadShort | None = None
+
+
+class DataConfig(Section):
+    """Where clips come from: a frame store, a folder, a CSV or a glob of videos, ``demo:train``, or a list of sources."""
+
+    name: str = Field(description="what the receipt calls this data")
+    train: str | list[SourceConfig]
+    val: str | list[SourceConfig] | None = Field(description="null: the same as train")
+    pad_short: PadShort = Field(description="episodes shorter than a clip: drop them, or repeat their last frame")
+    video_rate: Annotated[float, Field(gt=0)] = Field(description="frames/s, for training straight from video files")
+    video_episode_length: PositiveInt = Field(description="frames per episode, for training straight from video files")
+    num_episodes: PositiveInt | None = Field(description="published episode count, for `marey plan` without data")
+
+
+class RecipeReference(Section):
+    """The numbers a recipe stands for; null where its source does not publish them."""
+
+    effective_batch: PositiveInt | None
+    statistic_batch: PositiveInt | None
+    norm_group: PositiveInt | None
+
+
+class RecipeConfig(Section):
+    """Which published experiment the defaults belong to, and what a run of it may claim."""
+
+    name: str
+    source: str
+    public: str
+    not_public: str
+    claims: str
+    reference: RecipeReference
+
+
+class WandbConfig(Section):
+    """Weights & Biases (needs the ``wandb`` extra)."""
+
+    enabled: bool
+    project: str | None
+    name: str | None
+
+
+class EncoderConfig(Section):
+    """The whole configuration of ``marey train`` with the encoder objective (``conf/config.yaml``)."""
+
+    objective: Literal["invariance"]
+    frame_stride: PositiveInt = Field(description="stored frames between two frames of a clip")
+    accumulate_grad_batches: PositiveInt = Field(description="micro-steps per optimizer step")
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    loader: LoaderConfig
+    augmentation: AugmentationConfig
+    model: ModelConfig
+    projector: ProjectorConfig
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig
+    weight_decay_scheduler: WeightDecayScheduleConfig
+    ema: EmaConfig
+    loss: LossConfig
+    checkpoint: CheckpointConfig
+    resume: ResumeConfig
+    on_nonfinite: Literal["stop", "skip"]
+    trainer: TrainerConfig
+    data: DataConfig
+    wandb: WandbConfig
+    recipe: RecipeConfig
+
+    @model_validator(mode="after")
+    def _shapes_agree(self) -> EncoderConfig:
+        if self.augmentation.local_size % self.model.patch_size:
+            raise ValueError(
+                f"augmentation.local_size={self.augmentation.local_size} is not a multiple of "
+                f"model.patch_size={self.model.patch_size}"
+            )
+        group = self.projector.norm_group
+        if group is not None and self.loader.batch_size % group:
+            raise ValueError(f"projector.norm_group={group} must divide loader.batch_size={self.loader.batch_size}")
+        return self
+
+
+def describe(config: BaseModel) -> dict[str, Any]:
+    """Plain nested dictionaries and lists, ready for YAML or JSON."""
+    return config.model_dump(mode="json")

@@ -1,0 +1,1 @@
+"""What every room may use: keyed randomness, user errors, atomic files, progress."""

@@ -1,0 +1,80 @@
+"""Patches, their grid positions and the keep-set: what the loader ships and the encoder reads.
+
+Legend: B clips, V local views, N sequences, K kept tokens, C=3 channels, T frames, P = C*tubelet*patch*patch.
+A patch is flattened in the order ``(C, tubelet, patch, patch)``, the order of ``patch_embed.proj.weight``
+``[D, C, tubelet, patch, patch]``, so that embedding gathered patches is one matrix product.
+Tokens are numbered frame by frame, row by row: ``(t * rows + h) * columns + w``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from marey.core.keys import rng
+
+
+class TokenGroup(NamedTuple):
+    """Sequences of equal length: the kept tokens of one kind of view.
+
+    patches: uint8 or floating ``[N, K, P]``. positions: int64 ``[N, K, 3]``, grid position (t, h, w), sorted by t.
+    """
+
+    patches: torch.Tensor
+    positions: torch.Tensor
+
+
+class ViewChunk(NamedTuple):
+    """What the loader ships for b consecutive clips of one micro-step.
+
+    views_global: N = b. views_local: N = b * V, clip-major (clip 0's V views first); K may be 0 when V = 0.
+    clips: int64 ``[b, 5]``: source index, episode index within the source, first stored step of the window,
+    epoch, position within the epoch.
+    """
+
+    views_global: TokenGroup
+    views_local: TokenGroup
+    clips: torch.Tensor
+
+
+def grid_shape(frames: int, height: int, width: int, *, patch: int, tubelet: int) -> tuple[int, int, int]:
+    """Tokens along (t, h, w). Sizes must divide; asserted, since the configuration was checked before."""
+    assert frames % tubelet == 0, (frames, tubelet)
+    assert height % patch == 0, (height, patch)
+    assert width % patch == 0, (width, patch)
+    return frames // tubelet, height // patch, width // patch
+
+
+def grid_positions(grid: tuple[int, int, int]) -> torch.Tensor:
+    """int64 ``[t*h*w, 3]``: the (t, h, w) of every token, in token order."""
+    axes = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
+    return torch.stack([axis.reshape(-1) for axis in axes], dim=-1)
+
+
+def patchify(video: torch.Tensor, *, patch: int, tubelet: int) -> torch.Tensor:
+    """``[N, C, T, H, W]`` -> ``[N, tokens, P]`` in token order, any dtype."""
+    n, c, t, h, w = video.shape
+    gt, gh, gw = grid_shape(t, h, w, patch=patch, tubelet=tubelet)
+    blocks = video.reshape(n, c, gt, tubelet, gh, patch, gw, patch)
+    return blocks.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(n, gt * gh * gw, c * tubelet * patch * patch)
+
+
+def kept_count(tokens: int, drop_rate: float) -> int:
+    """How many tokens survive: ``max(1, round(tokens * (1 - drop_rate)))``."""
+    return max(1, round(tokens * (1 - drop_rate)))
+
+
+def keep_indices(
+    tokens: int, drop_rate: float, *, seed: int, epoch: int, position: int, view: int
+) -> torch.Tensor:
+    """int64 ``[kept]``, ascending: the tokens of this view of this sample that survive training's token drop.
+
+    Uniform without replacement, keyed by (seed, "token-drop", epoch, position, view); view 0 is the global one.
+    """
+    keep = kept_count(tokens, drop_rate)
+    if keep == tokens:
+        return torch.arange(tokens)
+    drawn = rng(seed, "token-drop", epoch, position, view).permutation(tokens)[:keep]
+    drawn.sort()
+    return torch.from_numpy(drawn.astype("int64", copy=False))

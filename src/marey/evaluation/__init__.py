@@ -1,0 +1,1 @@
+"""What was learned: features, probes, pictures, report."""

@@ -1,0 +1,1 @@
+"""Layers with parameters: the video transformer family, projector, rotary positions, attention."""

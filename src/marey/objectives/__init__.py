@@ -1,0 +1,1 @@
+"""What is learned; each objective has its own ``forward_train_batch``."""

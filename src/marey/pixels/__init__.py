@@ -1,0 +1,1 @@
+"""Video files -> frames -> frame store -> clips -> views. Knows nothing of models."""

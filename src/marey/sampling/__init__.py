@@ -1,0 +1,1 @@
+"""Which sample comes next: keyed orders, positions, exposure."""

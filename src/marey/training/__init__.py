@@ -1,0 +1,1 @@
+"""One trainer for all: the run, optimizer, schedule, EMA, checkpoints, receipt, plan."""
