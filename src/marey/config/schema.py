@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from marey.config.sizes import SIZES
+from marey.core.errors import nearest
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -25,12 +28,16 @@ class Section(BaseModel):
 class LoaderConfig(Section):
     """How clips reach the model."""
 
-    batch_size: PositiveInt = Field(description="clips per rank and micro-step: what BatchNorm and SIGReg see of one rank")
+    batch_size: PositiveInt = Field(
+        description="clips per rank and micro-step: what BatchNorm and SIGReg see of one rank"
+    )
     micro_batch_size: PositiveInt | None = Field(
         description="clips the encoder holds at a time (null: batch_size); activations are recomputed; "
         "memory follows it, the method does not"
     )
-    timeout: NonNegativeInt = Field(description="seconds without a batch before the run says which file stalls (0: never)")
+    timeout: NonNegativeInt = Field(
+        description="seconds without a batch before the run says which file stalls (0: never)"
+    )
     num_workers: NonNegativeInt = Field(description="loader processes per rank")
     persistent_workers: bool
     prefetch_factor: PositiveInt | None = Field(description="micro-batches each worker prepares ahead")
@@ -75,7 +82,7 @@ class AugmentationConfig(Section):
 class ModelConfig(Section):
     """The video encoder."""
 
-    name: str = Field(description="size: vit_nano, vit_tiny, vit_small, vit_base, vit_large, vit_huge, vit_giant")
+    name: str = Field(description=f"size: {', '.join(SIZES)}")
     img_size: PositiveInt = Field(description="pixels, side of the global view")
     patch_size: PositiveInt = Field(description="pixels")
     num_frames: PositiveInt = Field(description="frames per clip, T")
@@ -87,12 +94,9 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> ModelConfig:
-        sizes = ("vit_nano", "vit_tiny", "vit_small", "vit_base", "vit_large", "vit_huge", "vit_giant")
-        if self.name not in sizes:
-            from marey.core.errors import nearest
-
-            close = nearest(self.name, sizes)
-            hint = f"did you mean {close}?" if close else f"choose one of {', '.join(sizes)}"
+        if self.name not in SIZES:
+            close = nearest(self.name, SIZES)
+            hint = f"did you mean {close}?" if close else f"choose one of {', '.join(SIZES)}"
             raise ValueError(f"model.name={self.name} is not a known size; {hint}")
         if self.img_size % self.patch_size:
             raise ValueError(f"model.img_size={self.img_size} is not a multiple of model.patch_size={self.patch_size}")
@@ -108,7 +112,9 @@ class ProjectorConfig(Section):
 
     hidden_dim: PositiveInt
     output_dim: PositiveInt
-    norm_group: PositiveInt | None = Field(description="clips per BatchNorm group (null: all clips of one rank's batch)")
+    norm_group: PositiveInt | None = Field(
+        description="clips per BatchNorm group (null: all clips of one rank's batch)"
+    )
 
 
 class OptimizerConfig(Section):
@@ -254,8 +260,8 @@ class DataConfig(Section):
     """Where clips come from: a frame store, a folder, a CSV or a glob of videos, ``demo:train``, or a list of sources."""
 
     name: str = Field(description="what the receipt calls this data")
-    train: str | list[SourceConfig]
-    val: str | list[SourceConfig] | None = Field(description="null: the same as train")
+    train: str | Annotated[list[SourceConfig], Field(min_length=1)]
+    val: str | Annotated[list[SourceConfig], Field(min_length=1)] | None = Field(description="null: the same as train")
     pad_short: PadShort = Field(description="episodes shorter than a clip: drop them, or repeat their last frame")
     video_rate: Annotated[float, Field(gt=0)] = Field(description="frames/s, for training straight from video files")
     video_episode_length: PositiveInt = Field(description="frames per episode, for training straight from video files")

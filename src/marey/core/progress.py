@@ -64,9 +64,7 @@ class Progress:
         if note is not None:
             self.note = note
         if self._bar is not None:
-            self._bar.update(
-                self._task, completed=self.done, rate=f"{self.rate():.1f} {self.unit}/s", note=self.note
-            )
+            self._bar.update(self._task, completed=self.done, rate=f"{self.rate():.1f} {self.unit}/s", note=self.note)
         elif time.monotonic() - self._last >= PLAIN_INTERVAL_S:
             self._last = time.monotonic()
             print(self.line(), file=sys.stderr, flush=True)

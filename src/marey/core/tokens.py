@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from marey.core.keys import rng
+from marey.core.tokencount import kept_count
 
 
 class TokenGroup(NamedTuple):
@@ -31,11 +32,15 @@ class ViewChunk(NamedTuple):
     views_global: N = b. views_local: N = b * V, clip-major (clip 0's V views first); K may be 0 when V = 0.
     clips: int64 ``[b, 5]``: source index, episode index within the source, first stored step of the window,
     epoch, position within the epoch.
+    replaced: int64 ``[n, 3]``: source index, episode that could not be read, episode of the same source that
+    stands in for it; n is 0 as a rule. reasons: n sentences, each naming the file and why it was refused.
     """
 
     views_global: TokenGroup
     views_local: TokenGroup
     clips: torch.Tensor
+    replaced: torch.Tensor
+    reasons: list[str]
 
 
 def grid_shape(frames: int, height: int, width: int, *, patch: int, tubelet: int) -> tuple[int, int, int]:
@@ -60,14 +65,7 @@ def patchify(video: torch.Tensor, *, patch: int, tubelet: int) -> torch.Tensor:
     return blocks.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(n, gt * gh * gw, c * tubelet * patch * patch)
 
 
-def kept_count(tokens: int, drop_rate: float) -> int:
-    """How many tokens survive: ``max(1, round(tokens * (1 - drop_rate)))``."""
-    return max(1, round(tokens * (1 - drop_rate)))
-
-
-def keep_indices(
-    tokens: int, drop_rate: float, *, seed: int, epoch: int, position: int, view: int
-) -> torch.Tensor:
+def keep_indices(tokens: int, drop_rate: float, *, seed: int, epoch: int, position: int, view: int) -> torch.Tensor:
     """int64 ``[kept]``, ascending: the tokens of this view of this sample that survive training's token drop.
 
     Uniform without replacement, keyed by (seed, "token-drop", epoch, position, view); view 0 is the global one.

@@ -1,0 +1,5 @@
+"""``python -m marey``."""
+
+from marey.cli import main
+
+main()

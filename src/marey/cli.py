@@ -1,0 +1,246 @@
+"""The ``marey`` command: one function per command, each imports its room when it is called.
+
+Exit codes: 0 done or stopped on request, 2 the request is wrong (one sentence on stderr), 1 a bug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from marey import __version__
+from marey.core.errors import UserError
+
+Command = Callable[[argparse.Namespace], None]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the ``marey`` script and of ``python -m marey``."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["train"]:  # Hydra reads the rest itself, from sys.argv
+        sys.argv = [sys.argv[0], *words[1:]]
+        train()
+        return
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    if words[:2] == ["plan", "train"]:  # `marey plan` in front of the command one is about to type
+        words.pop(1)
+    arguments = _parser().parse_args(words)
+    _guarded(lambda: arguments.run(arguments), debug=debug)
+
+
+def train() -> None:
+    """``marey train`` and ``python main.py``: the Hydra application. ``--debug`` shows tracebacks."""
+    # Lightning's DDP launcher starts `sys.argv[0] sys.argv[1:]` again for the other local ranks: keep the word.
+    debug = "--debug" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--debug"]
+
+    def run() -> None:
+        from marey.training.application import run_application
+
+        run_application()
+
+    _guarded(run, debug=debug)
+
+
+def _guarded(run: Callable[[], None], *, debug: bool) -> None:
+    try:
+        run()
+    except UserError as error:
+        if debug:
+            raise
+        print(f"marey: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("marey: stopped on request; files already complete are kept", file=sys.stderr)
+        sys.exit(0)
+    except BrokenPipeError:  # `marey inspect ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def _ingest(arguments: argparse.Namespace) -> None:
+    from marey.pixels.ingest import ingest
+
+    report = ingest(
+        arguments.sources,
+        Path(arguments.out),
+        rate=arguments.rate,
+        short_edge=arguments.short_edge,
+        quality=arguments.quality,
+        episode_length=arguments.episode_length,
+        workers=arguments.workers,
+        labels=arguments.labels,
+        stall_s=arguments.stall,
+    )
+    print(report.text())
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from marey.training.plan import plan_text
+
+    print(plan_text(arguments.overrides, config_name=arguments.config_name))
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from marey.evaluation.inspect import inspect_text
+
+    print(inspect_text(Path(arguments.path), show_config=arguments.config))
+
+
+def _embed(arguments: argparse.Namespace) -> None:
+    from marey.evaluation.embed import embed
+
+    print(
+        embed(
+            Path(arguments.checkpoint),
+            arguments.source,
+            Path(arguments.out),
+            per=arguments.per,
+            weights=arguments.weights,
+            clips_per_video=arguments.clips_per_video,
+            batch_size=arguments.batch,
+            device=arguments.device,
+            overwrite=arguments.overwrite,
+        )
+    )
+
+
+def _probe(arguments: argparse.Namespace) -> None:
+    from marey.evaluation.probe import probe
+
+    result = probe(
+        Path(arguments.checkpoint),
+        arguments.data,
+        test=arguments.test,
+        labels=None if arguments.labels is None else Path(arguments.labels),
+        label_column=arguments.label_column,
+        weights=arguments.weights,
+        clips_per_video=arguments.clips_per_video,
+        batch_size=arguments.batch,
+        device=arguments.device,
+        seed=arguments.seed,
+    )
+    print(result.text())
+    if arguments.json is not None:
+        from marey.core.files import write_json
+
+        write_json(Path(arguments.json), result.as_dict())
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from marey.story import demo
+
+    demo(
+        out=Path(arguments.out),
+        videos=None if arguments.videos is None else Path(arguments.videos),
+        steps=arguments.steps,
+        seed=arguments.seed,
+    )
+
+
+def _train_help(arguments: argparse.Namespace) -> None:
+    raise AssertionError(f"`marey train` is read by Hydra, not here: {arguments}")
+
+
+def _add_encoder_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--weights", choices=("ema", "online"), help="default: ema where the checkpoint has it")
+    parser.add_argument("--clips-per-video", type=_positive, default=1, help="evenly spaced clips of each episode")
+    parser.add_argument("--batch", type=_positive, default=16, help="clips per forward pass (default: 16)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="marey",
+        description="Pretrain video models, and account for exactly what was run.",
+        epilog="Start here: `marey demo`. Every command: --debug shows the traceback of a refusal.",
+    )
+    parser.add_argument("--version", action="version", version=f"marey {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Command, summary: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=summary, description=summary)
+        sub.set_defaults(run=run)
+        return sub
+
+    demo = command("demo", _demo, "the whole story on embedded data in a few CPU minutes, as one HTML page")
+    demo.add_argument("--videos", metavar="DIR", help="use your own video files instead (no labels needed)")
+    demo.add_argument("--out", default="demo-output", metavar="DIR", help="default: ./demo-output")
+    demo.add_argument("--steps", type=_positive, help="optimizer steps (default: the demo recipe's)")
+    demo.add_argument("--seed", type=int, default=0)
+
+    ingest = command("ingest", _ingest, "video files -> frame store, resumable, with a report of every refused file")
+    ingest.add_argument(
+        "sources", nargs="+", metavar="SRC", help="folder, file, glob, class folders or CSV (path,label)"
+    )
+    ingest.add_argument("out", metavar="OUT.lance")
+    ingest.add_argument("--rate", type=float, default=15.0, help="stored frames/s, chosen by time stamps (default: 15)")
+    ingest.add_argument("--short-edge", type=_positive, default=384, help="pixels; never enlarged (default: 384)")
+    ingest.add_argument("--quality", type=_positive, default=90, help="JPEG quality (default: 90)")
+    ingest.add_argument("--episode-length", type=_positive, default=128, help="stored frames (default: 128)")
+    ingest.add_argument("--workers", type=_positive, help="decoder processes (default: one per core)")
+    ingest.add_argument(
+        "--labels",
+        choices=("auto", "folders", "none"),
+        default="auto",
+        help="class folders as labels (default: auto)",
+    )
+    ingest.add_argument("--stall", type=float, default=60.0, help="seconds without a frame before a file is given up")
+
+    plan = command("plan", _plan, "before any GPU hour: batches, steps, tokens, FLOPs, memory, and what differs")
+    plan.add_argument("--config-name", default="config")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="as for `marey train`")
+
+    train = command(
+        "train", _train_help, "the run (Hydra): marey train key=value ...; --cfg job prints the configuration"
+    )
+    train.add_argument("overrides", nargs="*", metavar="key=value")
+
+    inspect = command("inspect", _inspect, "any store, checkpoint or run folder in plain words")
+    inspect.add_argument("path", metavar="PATH")
+    inspect.add_argument("--config", action="store_true", help="print the resolved configuration too")
+
+    embed = command("embed", _embed, "features per clip or per frame, as Parquet or safetensors")
+    embed.add_argument("checkpoint", metavar="CKPT")
+    embed.add_argument("source", metavar="SRC", help="store, folder, CSV, glob, or demo:heldout")
+    embed.add_argument("out", metavar="OUT", help="a .parquet or .safetensors file")
+    embed.add_argument("--per", choices=("clip", "frame"), default="clip")
+    embed.add_argument("--overwrite", action="store_true")
+    _add_encoder_options(embed)
+
+    probe = command("probe", _probe, "frozen kNN and linear probe on held-out videos, beside random weights")
+    probe.add_argument("checkpoint", metavar="CKPT")
+    probe.add_argument("data", metavar="DATA", help="labelled store, class folders or CSV, or demo:train")
+    probe.add_argument("--test", metavar="DATA", help="held-out data (default: a split of DATA by source video)")
+    probe.add_argument("--labels", metavar="CSV", help="labels by source file (column `path`)")
+    probe.add_argument("--label-column", default="label", help="column of --labels (default: label)")
+    probe.add_argument("--seed", type=int, default=0, help="split and random weights (default: 0)")
+    probe.add_argument("--json", metavar="FILE", help="write the numbers as JSON too")
+    _add_encoder_options(probe)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse's own refusals in the house's form: one sentence, exit code 2."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        print(f"marey: {message}; see `{self.prog} --help`", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Hydra composes, the schema checks, and every refusal becomes one sentence that names the nearest valid key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+
+from marey.config.schema import EncoderConfig, SourceConfig
+from marey.core.errors import UserError, nearest
+
+CONFIG_MODULE = "marey.conf"
+DEFAULT_CONFIG = "config"
+GROUPS = ("data", "recipe")
+
+
+def compose_container(
+    overrides: Sequence[str], *, config_name: str = DEFAULT_CONFIG, config_dir: Path | None = None
+) -> dict[str, Any]:
+    """The composed configuration as plain values.
+
+    Raises:
+        UserError: a key, value or group that does not exist, naming the nearest one that does.
+    """
+    extra = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir.resolve()}]"]
+    try:
+        if GlobalHydra.instance().is_initialized():
+            composed = compose(config_name, overrides=[*overrides, *extra])
+        else:
+            with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+                composed = compose(config_name, overrides=[*overrides, *extra])
+        return to_plain(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(explain(error, overrides, config_name=config_name)) from error
+
+
+def to_plain(composed: DictConfig | ListConfig) -> dict[str, Any]:
+    """Resolve interpolations and turn the composition into nested dictionaries and lists."""
+    try:
+        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise UserError(
+            f"{error.full_key} has no value; give it on the command line, as in {error.full_key}=PATH"
+        ) from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items() if key != "hydra"}
+
+
+def validate(plain: Mapping[str, Any], schema: type[EncoderConfig] = EncoderConfig) -> EncoderConfig:
+    """Check the composed values against the schema.
+
+    Raises:
+        UserError: the first key that is unknown, missing or out of range, with its value and its meaning.
+    """
+    try:
+        return schema.model_validate(dict(plain))
+    except ValidationError as error:
+        raise UserError(_explain_validation(error, schema)) from error
+
+
+def load_config(
+    overrides: Sequence[str], *, config_name: str = DEFAULT_CONFIG, config_dir: Path | None = None
+) -> EncoderConfig:
+    """Compose and check in one go (see :func:`compose_container` and :func:`validate`)."""
+    return validate(compose_container(overrides, config_name=config_name, config_dir=config_dir))
+
+
+def group_overrides(overrides: Sequence[str]) -> list[str]:
+    """Those of ``overrides`` that choose a recipe or a data source, and nothing else."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    return [line for line, item in zip(overrides, parsed, strict=True) if item.key_or_group in GROUPS]
+
+
+def flatten(plain: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and leaf values, depth first; lists are leaves."""
+    for key, value in plain.items():
+        dotted = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{dotted}.")
+        else:
+            yield dotted, value
+
+
+def differences(plain: Mapping[str, Any], reference: Mapping[str, Any]) -> list[str]:
+    """``key: value (recipe: value)`` for every leaf that differs, in the order of the configuration."""
+    theirs = dict(flatten(reference))
+    absent = object()
+    return [
+        f"{key}={yaml_value(value)} (recipe: {yaml_value(theirs.get(key))})"
+        for key, value in flatten(plain)
+        if theirs.get(key, absent) != value
+    ]
+
+
+def yaml_value(value: Any) -> str:
+    """A leaf as one would type it: ``null``, ``true``, ``[1, 2]``."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return "[" + ", ".join(yaml_value(item) for item in value) + "]"
+    return str(value)
+
+
+def suggest(key: str, known: Sequence[str]) -> str | None:
+    """The valid dotted key that ``key`` most likely meant: the same leaf elsewhere, else a sibling."""
+    parent, _, leaf = key.rpartition(".")
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    if len(same_leaf) == 1:
+        return same_leaf[0]
+    siblings = {name[len(parent) + 1 if parent else 0 :].split(".")[0] for name in known if _below(name, parent)}
+    close = nearest(leaf, siblings)
+    if close:
+        return f"{parent}.{close}" if parent else close
+    return same_leaf[0] if same_leaf else nearest(key, known)
+
+
+def _below(name: str, parent: str) -> bool:
+    return not parent or name.startswith(parent + ".")
+
+
+def explain(error: Exception, overrides: Sequence[str], *, config_name: str = DEFAULT_CONFIG) -> str:
+    """One sentence for a refusal of Hydra's or OmegaConf's."""
+    text = str(error)
+    if isinstance(error, OverrideParseException):
+        return f"cannot read the override {error.override!r}; write key=value, and quote the whole word in the shell"
+    if isinstance(error, MissingConfigException):
+        return _explain_missing(error, text)
+    if isinstance(error, ConfigCompositionException):
+        named = re.search(r"Could not (?:override|append to config|delete from config)\S* '?([\w.]+)", text)
+        cause = str(error.__cause__ or "").splitlines()
+        if named and "Could not override" in text and _is_unknown(named[1], config_name):
+            return unknown_key(named[1], known_keys(config_name))
+        if "An item is already at" in text:
+            return f"{text.rstrip('.').split()[-1]} exists already: change it without the leading +"
+        detail = cause[0] if cause else ""
+        return f"{text.splitlines()[0].rstrip('.')}{': ' + detail if detail else ''}"
+    first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+    return f"the configuration cannot be composed from {' '.join(overrides) or 'its defaults'}: {first}"
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """``model.nmae is not a key of the configuration; did you mean model.name?``."""
+    close = suggest(key, known)
+    hint = f"did you mean {close}?" if close else "`marey train --cfg job` prints every key"
+    return f"{key} is not a key of the configuration; {hint}"
+
+
+def known_keys(config_name: str = DEFAULT_CONFIG) -> list[str]:
+    """Every dotted leaf key of the default composition."""
+    if GlobalHydra.instance().is_initialized():
+        GlobalHydra.instance().clear()
+    with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+        return [key for key, _ in flatten(to_plain(compose(config_name)))]
+
+
+def _is_unknown(key: str, config_name: str) -> bool:
+    try:
+        known = known_keys(config_name)
+    except HydraException:
+        return False
+    return not any(name == key or name.startswith(key + ".") for name in known)
+
+
+def _explain_missing(error: MissingConfigException, text: str) -> str:
+    wanted = error.missing_cfg_file or ""
+    group, _, choice = wanted.rpartition("/")
+    options = list(error.options or [])
+    if not group or not options:
+        return f"{text.splitlines()[0].rstrip('.')}; see `marey train --help` for the configurations there are"
+    group = group.rsplit("/", 1)[-1]
+    close = nearest(choice, options)
+    hint = f"did you mean {group}={close}?" if close else f"choose one of {', '.join(options)}"
+    return f"{group}={choice} does not exist; {hint}"
+
+
+def _explain_validation(error: ValidationError, schema: type[BaseModel]) -> str:
+    # An unknown key explains more than what follows from it; inside a union the deepest reading is the one meant.
+    first = min(
+        error.errors(include_url=False),
+        key=lambda item: (item["type"] != "extra_forbidden", -len(item["loc"])),
+    )
+    key = _dotted(first["loc"], schema)
+    kind, value = first["type"], first.get("input")
+    if kind == "extra_forbidden":
+        in_source = re.match(r"(data\.(?:train|val)\[\d+\])\.", key)
+        sources = [f"{in_source[1]}.{name}" for name in SourceConfig.model_fields] if in_source else []
+        return unknown_key(key, sources or known_keys())
+    if kind == "missing":
+        return f"{key} is missing; `marey train --cfg job` shows its default"
+    if kind == "value_error":
+        return str(first["ctx"]["error"])
+    if kind == "model_type":
+        return f"{key}={yaml_value(value)} replaces a whole group of keys; set one of them, as in {key}.KEY=VALUE"
+    reason = re.sub(r"^Input should be", "it must be", first["msg"]).replace("None", "null")
+    meaning = _meaning(key, schema)
+    return f"{key}={yaml_value(value)} is not allowed: {reason}{f' ({meaning})' if meaning else ''}"
+
+
+def _dotted(location: tuple[int | str, ...], schema: type[BaseModel]) -> str:
+    """The key as a person types it: without the type names that pydantic adds for unions."""
+    key = ""
+    current: Any = schema
+    for part in location:
+        if isinstance(part, int):
+            key += f"[{part}]"
+        elif isinstance(current, type) and issubclass(current, BaseModel):
+            key += f".{part}" if key else part
+            field = current.model_fields.get(part)
+            current = field.annotation if field else None
+        elif part == f"list[{SourceConfig.__name__}]":
+            current = SourceConfig
+    return key
+
+
+def _meaning(key: str, schema: type[BaseModel]) -> str:
+    current: Any = schema
+    field = None
+    for part in key.split("."):
+        if not (isinstance(current, type) and issubclass(current, BaseModel)):
+            break
+        field = current.model_fields.get(part)
+        current = field.annotation if field else None
+    return (field.description or "") if field else ""

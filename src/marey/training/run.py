@@ -1,0 +1,100 @@
+"""One run: what is refused, what is said first, what is written, then the training itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import yaml
+
+from marey.config import compose
+from marey.config.schema import EncoderConfig, describe
+from marey.core.files import write_text
+from marey.training.batchplan import resolve_devices
+from marey.training.compare import comparison_lines, restore_lines
+from marey.training.folders import check_folder
+from marey.training.preflight import check_data, check_hardware
+
+RUN_DIR_VARIABLE = "MAREY_RUN_DIR"
+"""Set by the process a person started, so that the ranks it starts know the run's folder."""
+
+
+def check(config: EncoderConfig) -> None:
+    """Everything that can be refused before anything is loaded or written.
+
+    Raises:
+        UserError: the hardware, the data or the checkpoint folder cannot serve this run.
+    """
+    check_hardware(config.trainer)
+    check_data(config)
+    check_folder(checkpoint_folder(config), None if config.resume.ckpt_path is None else Path(config.resume.ckpt_path))
+
+
+def checkpoint_folder(config: EncoderConfig) -> Path:
+    """Absolute: relative paths resolve from where the run was launched."""
+    return Path(config.checkpoint.dirpath).expanduser().resolve()
+
+
+def execute(config: EncoderConfig, *, run_dir: Path, overrides: list[str], command: list[str]) -> None:
+    """Run ``config``, leaving its records in ``run_dir``.
+
+    Raises:
+        UserError: the request cannot be run here; see :func:`check`.
+    """
+    first = RUN_DIR_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0"
+    checkpoint_dir = checkpoint_folder(config)
+    if first:
+        say(f"checkpoints   {checkpoint_dir}")
+        say(f"run folder    {run_dir}")
+        check(config)
+    differences: list[str] = []
+    if first:
+        differences = recipe_differences(config, overrides)
+        announce(config, differences)
+        write_text(run_dir / "config.yaml", yaml.safe_dump(describe(config), sort_keys=False))
+        os.environ[RUN_DIR_VARIABLE] = str(run_dir)
+    from marey.training.fit import fit  # deferred: Lightning takes many seconds to import
+
+    try:
+        fit(
+            config,
+            run_dir=run_dir,
+            checkpoint_dir=checkpoint_dir,
+            differences=differences,
+            command=command,
+            say=say if first else _silent,
+        )
+    finally:
+        if first:
+            os.environ.pop(RUN_DIR_VARIABLE, None)
+
+
+def recipe_differences(config: EncoderConfig, overrides: list[str]) -> list[str]:
+    """Every value that is not the chosen recipe's, as ``key=value (recipe: value)``."""
+    groups = compose.group_overrides(overrides)
+    recipes = [line for line in groups if line.startswith("recipe=")]
+    return compose.differences(describe(config), describe(compose.load_config(recipes)))
+
+
+def announce(config: EncoderConfig, differences: list[str]) -> None:
+    """Which experiment this is, in a few lines, before it starts."""
+    world_size = resolve_devices(config.trainer) * config.trainer.num_nodes
+    say(f"recipe        {config.recipe.name}: {config.recipe.source}")
+    for line in comparison_lines(config, world_size=world_size):
+        say(line)
+    for line in restore_lines(config, world_size=world_size):
+        say(f"    {line}")
+    if differences:
+        shown = "; ".join(differences[:6]) + (
+            f"; and {len(differences) - 6} more in the receipt" if differences[6:] else ""
+        )
+        say(f"differs       {shown}")
+
+
+def say(line: str) -> None:
+    """A plain line for people, on stdout, at once."""
+    print(line, flush=True)
+
+
+def _silent(line: str) -> None:
+    """What the other ranks say: nothing."""

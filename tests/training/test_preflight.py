@@ -1,0 +1,82 @@
+"""What is refused before anything is loaded: absent hardware, absent launchers, absent data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from marey.config.compose import load_config
+from marey.core.errors import UserError
+from marey.training.preflight import Machine, check_data, check_hardware
+
+
+class Fake(Machine):
+    def __init__(self, gpus: int = 0, *, mps: bool = False) -> None:
+        self.gpus, self.mps = gpus, mps
+
+    def cuda_devices(self) -> int:
+        return self.gpus
+
+    def has_mps(self) -> bool:
+        return self.mps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "says"),
+    [
+        (
+            [],
+            0,
+            "8 devices on 2 nodes and this machine has no GPU; set trainer.devices=1 trainer.num_nodes=1",
+        ),
+        (["trainer.num_nodes=1"], 0, "this machine has no GPU"),
+        (["trainer.accelerator=gpu"], 0, "trainer.accelerator=gpu asks for a GPU"),
+        (["trainer.accelerator=cuda"], 0, "trainer.accelerator=cuda asks for a GPU"),
+        (["trainer.accelerator=mps"], 0, "trainer.accelerator=mps asks for an Apple GPU"),
+        (["trainer.num_nodes=1"], 4, "has 4; set trainer.devices=4"),
+        ([], 8, "trainer.num_nodes=2 needs a launcher"),
+        (["trainer.accelerator=cpu", "trainer.devices=2"], 0, "needs a launcher"),
+    ],
+)
+def test_what_the_machine_has_not_is_refused_with_the_override_that_works(
+    overrides: list[str], gpus: int, says: str
+) -> None:
+    with pytest.raises(UserError, match=r"(trainer\.\w+=\S+)") as refusal:
+        check_hardware(load_config(overrides).trainer, machine=Fake(gpus), environment={})
+    assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "environment"),
+    [
+        (["recipe=smoke"], 0, {}),
+        (["recipe=smoke"], 1, {}),
+        (["trainer.num_nodes=1"], 8, {}),
+        ([], 8, {"TORCHELASTIC_RUN_ID": "1"}),
+        ([], 8, {"SLURM_JOB_ID": "1"}),
+        (["trainer.num_nodes=1", "trainer.accelerator=cpu", "trainer.devices=2"], 0, {}),
+    ],
+)
+def test_what_the_machine_has_is_accepted(overrides: list[str], gpus: int, environment: dict[str, str]) -> None:
+    check_hardware(load_config(overrides).trainer, machine=Fake(gpus), environment=environment)
+
+
+def test_an_absent_store_says_how_to_build_one_and_names_the_embedded_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as refusal:
+        check_data(load_config([]))
+    assert "marey ingest FOLDER_OF_VIDEOS data/walking_tours.lance" in str(refusal.value)
+    assert "data=demo" in str(refusal.value)
+
+
+def test_every_source_of_a_mixture_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="absent"):
+        check_data(load_config([f"data.train=[{{path: {tmp_path}}}, {{path: {tmp_path}/absent}}]"]))
+
+
+def test_present_data_and_the_embedded_set_pass(tmp_path: Path) -> None:
+    check_data(load_config([f"data.train={tmp_path}"]))
+    check_data(load_config(["data=demo"]))
