@@ -39,9 +39,9 @@ class LoaderConfig(Section):
         description="seconds without a batch before the run says which file stalls (0: never)"
     )
     num_workers: NonNegativeInt = Field(description="loader processes per rank")
-    persistent_workers: bool
+    persistent_workers: bool = Field(description="keep loader processes between epochs (ignored with 0 workers)")
     prefetch_factor: PositiveInt | None = Field(description="micro-batches each worker prepares ahead")
-    pin_memory: bool
+    pin_memory: bool = Field(description="page-locked host memory (only where there is an accelerator)")
     clips_per_video: PositiveInt = Field(description="clips drawn from each stored episode per epoch")
     normalize_on_gpu: bool = Field(description="ship uint8 and normalise on the device (same numbers either way)")
     episode_distinct: bool = Field(
@@ -65,10 +65,14 @@ class AugmentationConfig(Section):
     local_crops_scale: tuple[Fraction, Fraction] = Field(description="share of the frame's area")
     global_crops_scale: tuple[Fraction, Fraction] = Field(description="share of the frame's area")
     hflip: bool = Field(description="flip local views with probability 0.5")
-    color_jitter_prob: Fraction
-    grayscale_prob: Fraction
-    gaussian_blur_prob: Fraction
-    color_jitter_hue: Annotated[float, Field(ge=0.0, le=0.5)]
+    color_jitter_prob: Fraction = Field(
+        description="of local views; brightness .4, contrast .4, saturation .2, hue below"
+    )
+    grayscale_prob: Fraction = Field(description="of local views")
+    gaussian_blur_prob: Fraction = Field(description="of local views")
+    color_jitter_hue: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
+        description="turns of the colour circle, either way"
+    )
 
     @model_validator(mode="after")
     def _ranges_ascend(self) -> AugmentationConfig:
@@ -87,10 +91,14 @@ class ModelConfig(Section):
     patch_size: PositiveInt = Field(description="pixels")
     num_frames: PositiveInt = Field(description="frames per clip, T")
     tubelet_size: PositiveInt = Field(description="frames per token")
-    use_rope: bool
+    use_rope: bool = Field(description="rotary positions over (t, h, w); false: fixed sine-cosine embeddings")
     token_drop_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(description="share of tokens dropped in training")
-    attn_mode: Literal["full", "block_causal"]
-    rope_layout: Literal["tiled", "rotary"]
+    attn_mode: Literal["full", "block_causal"] = Field(
+        description="block_causal: a frame sees itself and earlier frames; [CLS] sees all and is seen by none"
+    )
+    rope_layout: Literal["tiled", "rotary"] = Field(
+        description="tiled: what the published weights were trained with, no true rotation; rotary: the true rotation"
+    )
 
     @model_validator(mode="after")
     def _sizes_divide(self) -> ModelConfig:
@@ -110,8 +118,8 @@ class ModelConfig(Section):
 class ProjectorConfig(Section):
     """The head in which views are compared."""
 
-    hidden_dim: PositiveInt
-    output_dim: PositiveInt
+    hidden_dim: PositiveInt = Field(description="width between the two Linear layers")
+    output_dim: PositiveInt = Field(description="width of the embeddings that are compared")
     norm_group: PositiveInt | None = Field(
         description="clips per BatchNorm group (null: all clips of one rank's batch)"
     )
@@ -120,9 +128,9 @@ class ProjectorConfig(Section):
 class OptimizerConfig(Section):
     """AdamW."""
 
-    type: Literal["AdamW"]
-    lr: Annotated[float, Field(gt=0)]
-    weight_decay: Annotated[float, Field(ge=0)]
+    type: Literal["AdamW"] = Field(description="the only one")
+    lr: Annotated[float, Field(gt=0)] = Field(description="at the peak of the schedule")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(description="decoupled, AdamW's")
     exclude_bias_norm: bool = Field(description="no decay on biases, norms, 1-D tensors and cls_token")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
 
@@ -132,9 +140,9 @@ class SchedulerConfig(Section):
 
     name: Literal["LinearWarmupCosineAnnealing"]
     interval: Literal["step"] = Field(description="counted in optimizer steps")
-    peak_step: NonNegativeInt
-    start_lr: Annotated[float, Field(ge=0)]
-    end_lr: Annotated[float, Field(ge=0)]
+    peak_step: NonNegativeInt = Field(description="optimizer step at which the warmup ends")
+    start_lr: Annotated[float, Field(ge=0)] = Field(description="at step 0")
+    end_lr: Annotated[float, Field(ge=0)] = Field(description="at the last step")
 
 
 class WeightDecayScheduleConfig(Section):
@@ -162,15 +170,17 @@ class EmaConfig(Section):
 class SigregKwargs(Section):
     """SIGReg's quadrature and directions."""
 
-    knots: Annotated[int, Field(ge=2)]
-    num_proj: PositiveInt
-    normalize_by_n: bool
+    knots: Annotated[int, Field(ge=2)] = Field(description="points of the integral on [0, 3]")
+    num_proj: PositiveInt = Field(
+        description="random unit directions, drawn anew every micro-step, the same on all ranks"
+    )
+    normalize_by_n: bool = Field(description="true: without the factor N, the clips of the statistic")
 
 
 class SigregConfig(Section):
     """The only weight of the loss."""
 
-    weight: Annotated[float, Field(ge=0)]
+    weight: Annotated[float, Field(ge=0)] = Field(description="of SIGReg beside the invariance loss")
     kwargs: SigregKwargs
 
 
@@ -184,38 +194,38 @@ class CheckpointConfig(Section):
     """Checkpoints: every n optimizer steps and at the end, always; the step is part of every file name."""
 
     dirpath: str = Field(description="relative paths resolve from the launch directory")
-    filename: str
+    filename: str = Field(description="the step is appended where the template does not name it")
     every_n_train_steps: PositiveInt = Field(description="optimizer steps")
     save_top_k: Annotated[int, Field(ge=-1)] = Field(description="-1: keep all; n: keep the newest n")
-    save_last: bool
-    auto_insert_metric_name: bool
+    save_last: bool = Field(description="keep last.ckpt beside the step checkpoints")
+    auto_insert_metric_name: bool = Field(description="write epoch=0003 instead of 0003")
 
 
 class ResumeConfig(Section):
     """Start from a checkpoint."""
 
-    ckpt_path: str | None
+    ckpt_path: str | None = Field(description="checkpoint to start from")
     weights_only: bool = Field(description="true: weights alone, fresh optimizer and step; false: the whole state")
-    weights: Literal["online", "ema"]
+    weights: Literal["online", "ema"] = Field(description="which weights a weights-only start loads")
     allow_changes: list[str] = Field(description="keys whose change an exact resume accepts")
 
 
 class TrainerConfig(Section):
     """Lightning Trainer arguments, by Lightning's names. ``max_steps`` counts optimizer steps."""
 
-    accelerator: str
-    strategy: str
-    devices: int | str | list[int]
+    accelerator: str = Field(description="auto, cpu, gpu, mps")
+    strategy: str = Field(description="auto, ddp, ...; one process: auto")
+    devices: int | str | list[int] = Field(description="per node")
     num_nodes: PositiveInt
-    precision: str | int | None
+    precision: str | int | None = Field(description="32-true, bf16-mixed, 64-true, ...")
     logger: bool | None = Field(description="false: no TensorBoard or W&B (metrics.csv is always written)")
     callbacks: None = Field(description="not settable here: the run's callbacks are its own")
     fast_dev_run: bool | NonNegativeInt
-    max_epochs: int | None
+    max_epochs: int | None = Field(description="null or -1: no bound by epochs")
     min_epochs: int | None
-    max_steps: Annotated[int, Field(ge=-1)]
+    max_steps: Annotated[int, Field(ge=-1)] = Field(description="optimizer steps; -1: no bound by steps")
     min_steps: int | None
-    max_time: str | dict[str, int] | None
+    max_time: str | dict[str, int] | None = Field(description="DD:HH:MM:SS")
     limit_train_batches: int | float | None
     limit_val_batches: int | float | None
     limit_test_batches: int | float | None
@@ -249,18 +259,20 @@ class TrainerConfig(Section):
 class SourceConfig(Section):
     """One source of a mixture; what is left null comes from the top-level keys."""
 
-    path: str
-    name: str | None = None
-    clips_per_video: PositiveInt | None = None
-    frame_stride: PositiveInt | None = None
-    pad_short: PadShort | None = None
+    path: str = Field(description="store, folder, CSV or glob")
+    name: str | None = Field(default=None, description="what the receipt calls it (null: the path's stem)")
+    clips_per_video: PositiveInt | None = Field(default=None, description="null: loader.clips_per_video")
+    frame_stride: PositiveInt | None = Field(default=None, description="null: the top-level frame_stride")
+    pad_short: PadShort | None = Field(default=None, description="null: data.pad_short")
 
 
 class DataConfig(Section):
-    """Where clips come from: a frame store, a folder, a CSV or a glob of videos, ``demo:train``, or a list of sources."""
+    """Where clips come from: a frame store, a folder, a CSV or a glob of videos, or a list of sources."""
 
     name: str = Field(description="what the receipt calls this data")
-    train: str | Annotated[list[SourceConfig], Field(min_length=1)]
+    train: str | Annotated[list[SourceConfig], Field(min_length=1)] = Field(
+        description="a store, a folder, a CSV or a glob of videos, demo:train, or a list of sources"
+    )
     val: str | Annotated[list[SourceConfig], Field(min_length=1)] | None = Field(description="null: the same as train")
     pad_short: PadShort = Field(description="episodes shorter than a clip: drop them, or repeat their last frame")
     video_rate: Annotated[float, Field(gt=0)] = Field(description="frames/s, for training straight from video files")
@@ -290,18 +302,18 @@ class RecipeConfig(Section):
 class WandbConfig(Section):
     """Weights & Biases (needs the ``wandb`` extra)."""
 
-    enabled: bool
-    project: str | None
-    name: str | None
+    enabled: bool = Field(description="log there too")
+    project: str | None = Field(description="W&B's project")
+    name: str | None = Field(description="W&B's run name")
 
 
 class EncoderConfig(Section):
     """The whole configuration of ``marey train`` with the encoder objective (``conf/config.yaml``)."""
 
-    objective: Literal["invariance"]
+    objective: Literal["invariance"] = Field(description="what is learned")
     frame_stride: PositiveInt = Field(description="stored frames between two frames of a clip")
     accumulate_grad_batches: PositiveInt = Field(description="micro-steps per optimizer step")
-    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(description="of every draw and of the initial weights")
     loader: LoaderConfig
     augmentation: AugmentationConfig
     model: ModelConfig
@@ -313,7 +325,9 @@ class EncoderConfig(Section):
     loss: LossConfig
     checkpoint: CheckpointConfig
     resume: ResumeConfig
-    on_nonfinite: Literal["stop", "skip"]
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        description="a loss or gradient that is not finite: stop the run, or skip the optimizer step and count it"
+    )
     trainer: TrainerConfig
     data: DataConfig
     wandb: WandbConfig
