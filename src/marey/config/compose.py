@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin, overload
 
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
@@ -20,9 +20,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from marey.config.schema import EncoderConfig, SourceConfig
+from marey.config.schema import EncoderConfig
 from marey.core.errors import UserError, nearest
 
+Schema = TypeVar("Schema", bound=BaseModel)
 CONFIG_MODULE = "marey.conf"
 DEFAULT_CONFIG = "config"
 GROUPS = ("data", "recipe")
@@ -37,9 +38,14 @@ def compose_container(
         UserError: a key, value or group that does not exist, naming the nearest one that does.
     """
     extra = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir.resolve()}]"]
+    # A search path finds groups; a primary configuration is found only where Hydra itself starts.
+    starts_there = config_dir is not None and (config_dir / f"{config_name}.yaml").is_file()
     try:
         if GlobalHydra.instance().is_initialized():
             composed = compose(config_name, overrides=[*overrides, *extra])
+        elif config_dir is not None and starts_there:
+            with initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
+                composed = compose(config_name, overrides=[*overrides, f"hydra.searchpath=[pkg://{CONFIG_MODULE}]"])
         else:
             with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
                 composed = compose(config_name, overrides=[*overrides, *extra])
@@ -60,8 +66,12 @@ def to_plain(composed: DictConfig | ListConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items() if key != "hydra"}
 
 
-def validate(plain: Mapping[str, Any], schema: type[EncoderConfig] = EncoderConfig) -> EncoderConfig:
-    """Check the composed values against the schema.
+@overload
+def validate(plain: Mapping[str, Any]) -> EncoderConfig: ...
+@overload
+def validate(plain: Mapping[str, Any], schema: type[Schema]) -> Schema: ...
+def validate(plain: Mapping[str, Any], schema: type[BaseModel] = EncoderConfig) -> BaseModel:
+    """Check the composed values against the schema of their objective.
 
     Raises:
         UserError: the first key that is unknown, missing or out of range, with its value and its meaning.
@@ -190,7 +200,8 @@ def _explain_missing(error: MissingConfigException, text: str) -> str:
 
 
 def _explain_validation(error: ValidationError, schema: type[BaseModel]) -> str:
-    # An unknown key explains more than what follows from it; inside a union the deepest reading is the one meant.
+    # An unknown key explains more than what follows from it; inside a union the deepest reading is the one
+    # meant.
     first = min(
         error.errors(include_url=False),
         key=lambda item: (item["type"] != "extra_forbidden", -len(item["loc"])),
@@ -198,9 +209,9 @@ def _explain_validation(error: ValidationError, schema: type[BaseModel]) -> str:
     key = _dotted(first["loc"], schema)
     kind, value = first["type"], first.get("input")
     if kind == "extra_forbidden":
-        in_source = re.match(r"(data\.(?:train|val)\[\d+\])\.", key)
-        sources = [f"{in_source[1]}.{name}" for name in SourceConfig.model_fields] if in_source else []
-        return unknown_key(key, sources or known_keys())
+        parent, known = key.rpartition(".")[0], list(_keys(schema))
+        in_list = [f"{parent}.{name}" for name in _entry_keys(schema, parent)] if parent.endswith("]") else []
+        return unknown_key(key, in_list or known)
     if kind == "missing":
         return f"{key} is missing; `marey train --cfg job` shows its default"
     if kind == "value_error":
@@ -219,13 +230,41 @@ def _dotted(location: tuple[int | str, ...], schema: type[BaseModel]) -> str:
     for part in location:
         if isinstance(part, int):
             key += f"[{part}]"
+            current = _model_in(current)
         elif isinstance(current, type) and issubclass(current, BaseModel):
             key += f".{part}" if key else part
             field = current.model_fields.get(part)
             current = field.annotation if field else None
-        elif part == f"list[{SourceConfig.__name__}]":
-            current = SourceConfig
     return key
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a list or a union of lists holds, if any."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) is None:
+        return None
+    return next((model for item in get_args(annotation) if (model := _model_in(item)) is not None), None)
+
+
+def _entry_keys(schema: type[BaseModel], place: str) -> list[str]:
+    """Keys of an entry of the list at ``place`` (``data.train[0]``)."""
+    current: Any = schema
+    for part in re.sub(r"\[\d+\]", "", place).split("."):
+        model = _model_in(current)
+        field = model.model_fields.get(part) if model else None
+        current = field.annotation if field else None
+    model = _model_in(current)
+    return list(model.model_fields) if model else []
+
+
+def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted leaf key that the schema declares."""
+    for name, field in schema.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _meaning(key: str, schema: type[BaseModel]) -> str:

@@ -33,7 +33,8 @@ class LatentSample:
 
     ``prefix_frames + future_frames == T``, each at least 1. ``frame_positions`` are temporal positions of the
     frames of this sample alone. ``text`` is this sample's own, as long as it is; None where there is none.
-    ``epoch``, ``position`` and ``repeat`` say which draw brought it: equal windows drawn twice differ there, so a key made of the identity and these three belongs to one appearance of one sample.
+    ``epoch``, ``position`` and ``repeat`` say which draw brought it: equal windows drawn twice differ
+    there, so a key made of the identity and these three belongs to one appearance of one sample.
     """
 
     video_latents: torch.Tensor

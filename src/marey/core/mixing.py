@@ -1,7 +1,8 @@
 """Integer mixing over whole arrays: keyed draws for a million rows at once, without a generator per row.
 
 ``mix64`` is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014): a bijection of 64-bit integers in which every input bit moves about half of the output bits.
+generators", OOPSLA 2014): a bijection of 64-bit integers in which every input bit moves about half of the
+output bits.
 """
 
 from __future__ import annotations

@@ -1,0 +1,140 @@
+"""Small line charts as inline SVG, coloured by the page's CSS variables: they follow light and dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 560, 280
+LEFT, RIGHT, TOP, BOTTOM = 66, 16, 14, 44
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve. colour: the name of a CSS variable without its dashes, for example ``series-1``."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: str = "series-1"
+
+
+def ticks(low: float, high: float, *, about: int = 5) -> list[float]:
+    """Round values (1, 2 or 5 times a power of ten) that cover ``low..high``."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ValueError(f"a chart needs finite limits, not {low}..{high}")
+    if high <= low:
+        pad = abs(low) * 0.1 or 1.0
+        low, high = low - pad, high + pad
+    raw = (high - low) / max(1, about)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1.0, 2.0, 5.0, 10.0) if m * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def number(value: float) -> str:
+    """Short text for a tick or a caption: no trailing zeros, thousands separated."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    from_zero: bool = False,
+    reference: tuple[float, str] | None = None,
+) -> str:
+    """An ``<svg>`` with axes, labels and a text alternative; points that are not finite leave a gap.
+
+    reference: a horizontal line at a value, with its caption. Raises ValueError when no point is finite.
+    """
+    points = [
+        (x, y) for line in lines for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)
+    ]
+    if not points:
+        raise ValueError(f"chart {title!r}: no finite point to draw")
+    xs, ys = [p[0] for p in points], [p[1] for p in points]
+    if reference is not None:
+        ys = [*ys, reference[0]]
+    x_ticks = ticks(min(xs), max(xs))
+    y_ticks = ticks(min(0.0, *ys) if from_zero else min(ys), max(ys))
+    x_low, x_high = (min(xs), max(xs)) if max(xs) > min(xs) else (x_ticks[0], x_ticks[-1])
+    y_low, y_high = y_ticks[0], y_ticks[-1]
+
+    def place_x(value: float) -> float:
+        return LEFT + (value - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
+
+    def place_y(value: float) -> float:
+        return HEIGHT - BOTTOM - (value - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(_spoken(lines, title), quote=True)}">'
+    ]
+    for value in y_ticks:
+        y = place_y(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+    for value in x_ticks:
+        if x_low <= value <= x_high:
+            x = place_x(value)
+            parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{number(value)}</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>')
+    parts.append(
+        f'<text class="label" x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 6}" '
+        f'text-anchor="middle">{escape(x_label)}</text>'
+    )
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    parts.append(
+        f'<text class="label" transform="translate(14 {middle:.0f}) rotate(-90)" '
+        f'text-anchor="middle">{escape(y_label)}</text>'
+    )
+    if reference is not None:
+        y = place_y(reference[0])
+        parts.append(f'<line class="reference" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{WIDTH - RIGHT}" y="{y - 6:.1f}" text-anchor="end">{escape(reference[1])}</text>')
+    for line in lines:
+        for run in _runs(line):
+            path = " ".join(f"{place_x(x):.1f},{place_y(y):.1f}" for x, y in run)
+            if len(run) == 1:
+                x, y = run[0]
+                parts.append(
+                    f'<circle cx="{place_x(x):.1f}" cy="{place_y(y):.1f}" r="3" style="fill:var(--{line.colour})"/>'
+                )
+            else:
+                parts.append(f'<polyline class="curve" points="{path}" style="stroke:var(--{line.colour})"/>')
+    parts.append("</svg>")
+    if len(lines) > 1:
+        items = "".join(
+            f'<span><i style="background:var(--{line.colour})"></i>{escape(line.name)}</span>' for line in lines
+        )
+        parts.append(f'<p class="legend">{items}</p>')
+    return "".join(parts)
+
+
+def _runs(line: Line) -> list[list[tuple[float, float]]]:
+    runs: list[list[tuple[float, float]]] = [[]]
+    for x, y in zip(line.x, line.y, strict=True):
+        if math.isfinite(x) and math.isfinite(y):
+            runs[-1].append((x, y))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _spoken(lines: Sequence[Line], title: str) -> str:
+    ends = []
+    for line in lines:
+        finite = [y for y in line.y if math.isfinite(y)]
+        if finite:
+            ends.append(f"{line.name} from {number(finite[0])} to {number(finite[-1])}")
+    return f"{title}: {'; '.join(ends)}"

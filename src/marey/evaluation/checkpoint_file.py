@@ -1,0 +1,97 @@
+"""Reading a checkpoint file without running what is in it, and saying why one cannot be read."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from marey.core.errors import UserError
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_OLD_TORCH_MAGIC = b"\x80\x02\x8a\nl\xfc\x9c"
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether the file is safetensors: by its suffix, or eight bytes of length and a JSON object."""
+    if path.suffix == ".safetensors":
+        return True
+    with path.open("rb") as file:
+        head = file.read(9)
+    return len(head) == 9 and head[8:] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size
+
+
+def read_archive(path: Path) -> Any:
+    """Whatever ``torch.save`` wrote, tensors mapped from disk on demand; executes nothing of the file.
+
+    Raises UserError: missing, a folder, a safetensors file, not written by ``torch.save``, damaged, or
+    holding Python objects that only executing code could rebuild.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a checkpoint file (a run keeps them in its checkpoint.dirpath)")
+    if path.is_dir():
+        found = sorted(path.glob("*.ckpt")) or sorted(path.glob("checkpoints/*.ckpt"))
+        hint = f"try {found[-1]}" if found else "`marey inspect` on a run folder says where its checkpoints are"
+        raise UserError(f"{path} is a folder, a checkpoint file is needed; {hint}")
+    if is_safetensors(path):
+        raise UserError(
+            f"{path} is a safetensors file, which holds weights without the configuration and preprocessing "
+            "that belong to them; give the .ckpt file of the training run instead"
+        )
+    with path.open("rb") as file:
+        magic = file.read(len(_OLD_TORCH_MAGIC))
+    if not magic.startswith(_ZIP_MAGIC):
+        what = "in PyTorch's format of before 2020" if magic == _OLD_TORCH_MAGIC else "not a PyTorch checkpoint"
+        raise UserError(f"{path} is {what}; give a .ckpt file written by `marey train`")
+    if not zipfile.is_zipfile(path):
+        raise UserError(f"{path} is damaged: the file ends before its index; copy it again or give another checkpoint")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path} holds Python objects beside tensors and plain values, and rebuilding them would execute "
+            "code from the file; it was not loaded: give a checkpoint written by `marey train`, or ask its "
+            "author for the weights alone"
+        ) from error
+    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path} cannot be read as a PyTorch checkpoint ({reason}); give another one") from error
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A Marey encoder checkpoint: the top-level dictionary, with ``marey``, ``state_dict`` and maybe
+    ``state_dict_ema``.
+
+    Raises UserError as ``read_archive`` does, and for a file that is a checkpoint of something else.
+    """
+    content = read_archive(path)
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
+        raise UserError(f"{path} has no `state_dict`; give a .ckpt file written by `marey train`")
+    about = content.get("marey")
+    if not isinstance(about, dict):
+        raise UserError(
+            f"{path} does not say what it is (no `marey` entry): it was not written by `marey train`, so its "
+            "preprocessing is unknown; give a checkpoint that was"
+        )
+    if about.get("format") != 1:
+        raise UserError(
+            f"{path} has checkpoint format {about.get('format')!r} and this version reads format 1; "
+            "update Marey or give another checkpoint"
+        )
+    return content
+
+
+def starting_share(ema: dict[str, Any]) -> float:
+    """The share of the slow copy that is still the weights it started from: the product of its decays, 0..1.
+
+    One update keeps ``decay ** update_every`` of the copy when the rule compensates for the steps between two
+    updates, ``decay`` when it does not.
+    """
+    kept = float(ema["decay"])
+    if ema.get("compensate", True):
+        kept **= int(ema["update_every"])
+    return math.pow(kept, int(ema["updates"]))

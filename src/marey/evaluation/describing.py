@@ -1,0 +1,74 @@
+"""A run's own records in words: experiment, batch, model, input, data. No torch here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from marey.config.sizes import SIZES
+from marey.evaluation.wording import short
+
+
+def experiment(config: dict[str, Any]) -> str:
+    """The recipe by name and source, and what a run of it may claim."""
+    recipe = config.get("recipe") or {}
+    name, source, claims = (recipe.get(key) for key in ("name", "source", "claims"))
+    if not name:
+        return ""
+    return f"{name} ({source})" + (f"; it can claim {_unfinished(claims)}" if claims else "")
+
+
+def _unfinished(claims: str) -> str:
+    return claims if claims.startswith("that ") else f"this: {claims}"
+
+
+def batch_words(*, effective: Any, statistic: Any, norm_group: Any, world: Any, reference: dict[str, Any]) -> str:
+    """The three batch numbers and the world size, each beside the recipe's where it differs."""
+    named = (
+        ("effective", effective, reference.get("effective_batch")),
+        ("statistic", statistic, reference.get("statistic_batch")),
+        ("BatchNorm group", norm_group, reference.get("norm_group")),
+    )
+    parts = [
+        f"{name} {value:,}" + (f" (recipe: {theirs:,})" if theirs not in (None, value) else "")
+        for name, value, theirs in named
+        if isinstance(value, int)
+    ]
+    if isinstance(world, int):
+        parts.append(f"world size {world}")
+    return "clips: " + ", ".join(parts) if parts else ""
+
+
+def model_words(model: dict[str, Any]) -> str:
+    """The encoder's size and what it reads."""
+    if not model:
+        return ""
+    size = SIZES.get(str(model.get("name")))
+    shape = f", width {size.width}, {size.depth} blocks, {size.heads} heads" if size else ""
+    return (
+        f"{model.get('name')}{shape}, patches of {model.get('tubelet_size')} x {model.get('patch_size')} x "
+        f"{model.get('patch_size')}, {model.get('attn_mode')} attention, {model.get('rope_layout')} positions, "
+        f"{model.get('token_drop_rate', 0):.0%} of tokens dropped in training"
+    )
+
+
+def input_words(preprocessing: dict[str, Any]) -> str:
+    """What a clip must be before it enters."""
+    if not preprocessing:
+        return ""
+    side, rate, stride = (preprocessing.get(key) for key in ("img_size", "rate", "frame_stride"))
+    every = "consecutive frames" if stride == 1 else f"one frame in {stride}"
+    spaced = f" stored at {short(rate)}/s" if isinstance(rate, int | float) else ""
+    resized = str(preprocessing.get("resize")).replace("img_size", str(side))
+    return (
+        f"{preprocessing.get('num_frames')} x {side} x {side} as [{preprocessing.get('layout')}], {every}{spaced}, "
+        f"{resized}, {preprocessing.get('crop')} crop"
+    )
+
+
+def data_words(config: dict[str, Any]) -> str:
+    """What the data is called and where it was."""
+    data = config.get("data") or {}
+    train = data.get("train")
+    if isinstance(train, list):
+        train = ", ".join(str(source.get("path")) for source in train if isinstance(source, dict))
+    return f"{data.get('name')}: {train}" if train else ""

@@ -1,0 +1,132 @@
+"""A run folder or its receipt in plain words. No torch here: the answer comes from one JSON file."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from marey.evaluation.describing import batch_words, data_words, experiment
+from marey.evaluation.run_folder import read_receipt
+from marey.evaluation.wording import aligned, count, dig, short
+
+
+def run_lines(path: Path, *, show_config: bool) -> list[str]:
+    """What experiment the run was, how far it came, how it ended, and where its checkpoints are."""
+    receipt = read_receipt(path)
+    folder = path if path.is_dir() else path.parent
+    config = receipt.get("config") or {}
+    status = str(receipt.get("how_it_ended") or receipt.get("status"))
+    rows = [
+        ("experiment", experiment(config)),
+        ("status", status),
+        ("progress", progress_words(receipt)),
+        ("batch", receipt_batch(receipt)),
+        ("data", sources_words(receipt) or data_words(config)),
+        ("last row", _last_row(folder / "metrics.csv")),
+        ("differs", differences_words(receipt)),
+        ("average", str(dig(receipt, "ema", "rule") or "")),
+        ("code", code_words(receipt)),
+        ("checkpoints", checkpoints_words(receipt)),
+        *[(key, str(words)) for key, words in (receipt.get("checkpoint_keys") or {}).items()],
+    ]
+    lines = [f"{path}: a Marey run, {receipt.get('run_id')}, started {receipt.get('started')}", *aligned(rows)]
+    if show_config:
+        lines += ["", yaml.safe_dump(config, sort_keys=False, allow_unicode=True).rstrip()]
+    else:
+        lines.append("--config prints the resolved configuration")
+    return lines
+
+
+def receipt_batch(receipt: dict[str, Any]) -> str:
+    """The three batch numbers and the world size, beside the recipe's."""
+    batch = receipt.get("batch") or {}
+    return batch_words(
+        effective=batch.get("effective_batch"),
+        statistic=batch.get("statistic_batch"),
+        norm_group=batch.get("norm_group"),
+        world=batch.get("world_size"),
+        reference=batch.get("recipe") or {},
+    )
+
+
+def progress_words(receipt: dict[str, Any]) -> str:
+    """Optimizer steps done of those planned, and clips seen."""
+    consumed, total = receipt.get("consumed") or {}, dig(receipt, "steps", "total_steps")
+    steps, clips = consumed.get("optimizer_steps"), consumed.get("clips")
+    seen = sum(clips) if isinstance(clips, list) else clips
+    parts = []
+    if isinstance(steps, int):
+        parts.append(f"{steps:,}" + (f" of {total:,}" if isinstance(total, int) else "") + " optimizer steps")
+    if isinstance(seen, int):
+        parts.append(f"{count(seen, 'clip')} seen")
+    return ", ".join(parts)
+
+
+def sources_words(receipt: dict[str, Any]) -> str:
+    """Each training source with what it holds."""
+    sources = dig(receipt, "data", "train") or dig(receipt, "data", "sources") or []
+    if not isinstance(sources, list):
+        return ""
+    return "; ".join(
+        f"{source.get('name')} ({source.get('path')}): "
+        + ", ".join(f"{source[key]:,} {words}" for key, words in _COUNTED if source.get(key))
+        for source in sources
+        if isinstance(source, dict)
+    )
+
+
+_COUNTED = (
+    ("episodes", "episodes"),
+    ("clips_per_epoch", "clips an epoch"),
+    ("dropped_short", "episodes too short and left out"),
+)
+
+
+def differences_words(receipt: dict[str, Any]) -> str:
+    """What was set otherwise than in the recipe."""
+    found = receipt.get("differences_from_recipe") or []
+    if not found:
+        return "nothing from the recipe"
+    return "; ".join(map(str, found[:5])) + (f"; and {len(found) - 5} more" if found[5:] else "")
+
+
+def code_words(receipt: dict[str, Any]) -> str:
+    """Version, commit, seed and precision."""
+    code = receipt.get("code") or {}
+    commit = f", commit {str(code['commit'])[:12]}" if code.get("commit") else ""
+    changed = " with changes" if code.get("modified") else ""
+    return (
+        f"Marey {code.get('version')}{commit}{changed}, seed {receipt.get('seed')}, "
+        f"precision {receipt.get('precision')}"
+    )
+
+
+def checkpoints_words(receipt: dict[str, Any]) -> str:
+    """How many, where, the newest."""
+    found = receipt.get("checkpoints") or []
+    folder = receipt.get("checkpoint_dir")
+    if not found:
+        return f"none yet, to go to {folder}"
+    newest = found[-1]
+    name = newest.get("path") if isinstance(newest, dict) else newest
+    return f"{len(found)} in {folder}, the newest {Path(str(name)).name}"
+
+
+def _last_row(metrics: Path) -> str:
+    try:
+        with metrics.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError:
+        return ""
+    if not rows:
+        return ""
+    parts = []
+    for name in ("step", "train/loss", "train/invariance", "train/sigreg", "train/embedding_rank"):
+        try:
+            parts.append(f"{name.removeprefix('train/')} {short(float(f'{float(rows[-1][name] or 0):.4g}'))}")
+        except (KeyError, ValueError, TypeError):
+            continue
+    return ", ".join(parts)

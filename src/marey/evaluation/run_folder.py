@@ -1,0 +1,44 @@
+"""What a run folder holds, read back: the curve and the receipt."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from marey.core.errors import UserError
+
+
+def read_metrics(path: Path) -> dict[str, list[float]]:
+    """``metrics.csv`` by column, NaN where a cell is empty. UserError where there is no row to show."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give the folder of a training run") from error
+    if not rows:
+        raise UserError(f"{path} holds no row: the run ended before its first step was logged")
+    return {name: [_number(row.get(name)) for row in rows] for name in rows[0] if name is not None}
+
+
+def _number(text: str | None) -> float:
+    try:
+        return float(text) if text else math.nan
+    except ValueError:
+        return math.nan
+
+
+def read_receipt(path: Path) -> dict[str, Any]:
+    """``receipt.json``, from the file or from the run folder that holds it. UserError when it is not one."""
+    file = path / "receipt.json" if path.is_dir() else path
+    try:
+        receipt = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} holds no receipt.json; give the folder of a training run") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is not a readable receipt ({error}); give the folder of a training run") from error
+    if not isinstance(receipt, dict) or not ("config" in receipt or "recipe" in receipt):
+        raise UserError(f"{file} is JSON and no receipt of a Marey run; give the folder of a training run")
+    return receipt

@@ -1,0 +1,169 @@
+"""Frames to sidecars and a manifest, through a codec: resumable, one file per clip, each whole or absent.
+
+The work on one episode is a pure function of the source, the codec and the episode, so it can be mapped
+over many workers; a second run skips what a first one finished.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from marey.core.errors import UserError
+from marey.core.files import atomic_write, write_json
+from marey.core.progress import Progress
+from marey.latents.codecs import Codec, latent_frames
+from marey.latents.sidecar import read_shape, sidecar_metadata, write_sidecar
+
+STATE = "encode.json"
+MANIFEST = "manifest.csv"
+_COLUMNS = ("clip_id", "path", "length_frames", "height", "width", "physical_key", "text", "fps")
+
+
+class FramesWanted(NamedTuple):
+    """Frames of one episode, by their stored steps."""
+
+    episode: int
+    steps: NDArray[np.int64]
+
+
+class FrameSource(Protocol):
+    """Episodes of stored frames: what this module needs of a frame store."""
+
+    name: str
+    version: str
+    lengths: NDArray[np.int64]
+    files: list[str]
+    rate: float | None
+    read: Callable[..., list[torch.Tensor]]
+    """A sequence of (episode, steps) -> uint8 ``[T, 3, H, W]`` for each."""
+
+
+class Encoded(NamedTuple):
+    """What was done: the manifest, clips in it, how many a former run had made, and the skipped ones with reasons."""
+
+    manifest: Path
+    clips: int
+    reused: int
+    skipped: list[tuple[str, str]]
+
+
+def encode(
+    source: FrameSource,
+    out: Path | str,
+    codec: Codec,
+    *,
+    texts: Sequence[str | None] | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> Encoded:
+    """Encode every episode of ``source`` into ``out``: ``latents/*.safetensors`` and ``manifest.csv``.
+
+    Frames are cut at the centre to a multiple of the codec's cells, and at the end to whole latent frames.
+    ``texts`` gives each episode its text. Episodes of fewer than two latent frames are skipped and listed.
+    Raises UserError when ``out`` holds the work of another source or codec, or when nothing could be
+    encoded.
+    """
+    folder = Path(out)
+    _claim(folder, source, codec, dtype)
+    rows: list[dict[str, object]] = []
+    skipped: list[tuple[str, str]] = []
+    reused = 0
+    digits = max(6, len(str(len(source.lengths))))
+    with Progress("encode", total=len(source.lengths), unit="clips") as progress:
+        for episode in range(len(source.lengths)):
+            clip = f"{source.name}-{episode:0{digits}d}"
+            frames = latent_frames(int(source.lengths[episode]), codec)
+            if frames < 2:
+                skipped.append((clip, f"{int(source.lengths[episode])} frames give fewer than two latent frames"))
+                progress.advance()
+                continue
+            path = Path("latents") / f"{episode:0{digits}d}.safetensors"
+            if _finished(folder / path, clip):
+                reused += 1
+            else:
+                encode_episode(source, codec, episode, folder / path, clip=clip, dtype=dtype)
+            _, length, height, width = read_shape(folder / path, clip=clip)
+            rows.append(
+                {
+                    "clip_id": clip,
+                    "path": path.as_posix(),
+                    "length_frames": length,
+                    "height": height,
+                    "width": width,
+                    "physical_key": source.files[episode],
+                    "text": (texts[episode] or "") if texts is not None else "",
+                    "fps": "" if source.rate is None else f"{source.rate / codec.temporal:.6g}",
+                }
+            )
+            progress.advance()
+    if not rows:
+        raise UserError(f"{source.name}: no episode gives two latent frames; encode longer videos.")
+    _write_manifest(folder / MANIFEST, rows)
+    return Encoded(folder / MANIFEST, len(rows), reused, skipped)
+
+
+def encode_episode(
+    source: FrameSource, codec: Codec, episode: int, path: Path, *, clip: str, dtype: torch.dtype
+) -> None:
+    """Encode one episode into ``path``. Raises UserError naming the clip when the latents are not finite."""
+    length = int(source.lengths[episode])
+    used = 1 + (length - 1) // codec.temporal * codec.temporal
+    (frames,) = source.read([FramesWanted(episode, np.arange(used, dtype=np.int64))])
+    height, width = (size // codec.spatial * codec.spatial for size in frames.shape[2:])
+    if min(height, width) == 0:
+        raise UserError(
+            f"clip {clip}: frames of {frames.shape[2]}x{frames.shape[3]} pixels are smaller than one cell of codec "
+            f"{codec.name} ({codec.spatial} pixels); ingest at a larger size."
+        )
+    top, left = (frames.shape[2] - height) // 2, (frames.shape[3] - width) // 2
+    latents = codec.encode(frames[:, :, top : top + height, left : left + width]).to(dtype)
+    if not bool(torch.isfinite(latents).all()):
+        raise UserError(f"clip {clip}: codec {codec.name} gave values that {dtype} cannot hold; use float32.")
+    write_sidecar(path, latents, metadata={"clip_id": clip, "codec": codec.fingerprint})
+
+
+def _claim(folder: Path, source: FrameSource, codec: Codec, dtype: torch.dtype) -> None:
+    """Record what ``folder`` is the encoding of; refuse one that is of something else."""
+    state = {
+        "source": source.name,
+        "source_version": source.version,
+        "codec": codec.name,
+        "fingerprint": codec.fingerprint,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    record = folder / STATE
+    if record.is_file():
+        try:
+            former = json.loads(record.read_text(encoding="utf-8"))
+        except ValueError:
+            former = {}
+        for key, value in state.items():
+            if former.get(key) != value:
+                raise UserError(
+                    f"{folder}: it holds an encoding with {key} {former.get(key)}, not {value}; choose another folder "
+                    "or delete this one."
+                )
+    elif folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder}: it is not empty and no encoding of Marey's; choose another folder.")
+    else:
+        write_json(record, state)
+
+
+def _finished(path: Path, clip: str) -> bool:
+    metadata = sidecar_metadata(path)
+    return metadata is not None and metadata.get("clip_id") == clip
+
+
+def _write_manifest(path: Path, rows: list[dict[str, object]]) -> None:
+    columns = [name for name in _COLUMNS if any(row[name] != "" for row in rows)]
+    with atomic_write(path, "w") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,154 @@
+"""Conditioning text: a small built-in hashing encoder, and embeddings computed beforehand by a real one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import torch
+from safetensors.torch import save
+
+from marey.core.errors import UserError
+from marey.core.files import atomic_write
+from marey.core.keys import rng
+from marey.core.mixing import text_key, text_keys
+
+_TOKEN = re.compile(r"\w+|[^\w\s]")
+BLANK = ""
+FORMAT = "marey text index 1"
+
+
+@lru_cache(maxsize=4096)
+def _word(token: str, width: int) -> torch.Tensor:
+    drawn = rng(text_key(token), "text-token", width).standard_normal(width)
+    return torch.from_numpy((drawn / np.linalg.norm(drawn) * width**0.5).astype(np.float32))
+
+
+class HashingTextEncoder:
+    """Words to fixed random directions, the same on every machine; for demonstrations, it knows no meaning.
+
+    A text is lower-cased and split into words and marks; token i of the text is the direction of its word
+    plus a sinusoidal code of i (Vaswani et al. 2017, arXiv 1706.03762), so that order is seen. Texts beyond
+    ``token_limit`` tokens are cut.
+    """
+
+    def __init__(self, *, width: int, token_limit: int) -> None:
+        assert width >= 2, width
+        assert token_limit >= 1, token_limit
+        self.width, self.token_limit = width, token_limit
+        self.fingerprint = f"hashing-1 width={width} token_limit={token_limit}"
+
+    def encode(self, text: str, *, clip: str = "") -> torch.Tensor:  # noqa: ARG002
+        """float32 ``[L, width]``, L = tokens of the text, at least 1 (a text without any is blank)."""
+        tokens = _TOKEN.findall(text.lower())[: self.token_limit] or [BLANK]
+        words = torch.stack([_word(token, self.width) for token in tokens])
+        return words + _places(len(tokens), self.width)
+
+    def blank(self) -> torch.Tensor:
+        """float32 ``[1, width]``: the embedding of the empty text."""
+        return self.encode(BLANK)
+
+
+def _places(length: int, width: int) -> torch.Tensor:
+    half = (width + 1) // 2
+    frequencies = torch.pow(10000.0, -torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(length, dtype=torch.float64)[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width].to(torch.float32)
+
+
+def write_text_index(
+    path: Path | str, entries: Iterable[tuple[str, torch.Tensor]], *, encoder: str, token_limit: int
+) -> int:
+    """Store embeddings ``(text, floating [L, D])`` as one safetensors index; returns how many texts it holds.
+
+    ``encoder`` is the fingerprint of the model that made them. The empty text, if among them, is the blank
+    embedding. Raises UserError for a repeated text, an uneven width or more than ``token_limit`` tokens.
+    """
+    texts: list[str] = []
+    rows: list[torch.Tensor] = []
+    for text, embedding in entries:
+        if embedding.ndim != 2 or not 1 <= len(embedding) <= token_limit:
+            raise UserError(
+                f"{path}: the embedding of text {text!r} has shape {list(embedding.shape)}, not [L, D] with "
+                f"1 <= L <= {token_limit}; encode it with that token limit."
+            )
+        if rows and embedding.shape[1] != rows[0].shape[1]:
+            raise UserError(
+                f"{path}: the embedding of text {text!r} is {embedding.shape[1]} wide, others {rows[0].shape[1]}; "
+                "use one encoder for one index."
+            )
+        texts.append(text)
+        rows.append(embedding)
+    if not rows:
+        raise UserError(f"{path}: there is no text to store; give at least one.")
+    keys = text_keys(texts)
+    order = np.argsort(keys, kind="stable")
+    if len(np.unique(keys)) != len(keys):
+        again = next(text for i, text in enumerate(texts) if text in texts[:i])
+        raise UserError(f"{path}: text {again!r} is given twice; store each text once.")
+    offsets = torch.zeros(len(rows) + 1, dtype=torch.int64)
+    offsets[1:] = torch.tensor([len(rows[i]) for i in order]).cumsum(0)
+    tensors = {
+        "embeddings": torch.cat([rows[i] for i in order]).contiguous(),
+        "keys": torch.from_numpy(keys[order].view(np.int64).copy()),
+        "offsets": offsets,
+    }
+    metadata = {"format": FORMAT, "encoder": encoder, "token_limit": str(token_limit)}
+    with atomic_write(path) as file:
+        file.write(save(tensors, metadata=metadata))
+    return len(rows)
+
+
+class PrecomputedText:
+    """Embeddings by text from an index file, checked against the encoder and the token limit that a run asks for."""
+
+    def __init__(self, path: Path | str, *, encoder: str, token_limit: int) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise UserError(f"data.text.index={self.path}: no such file; write it with the text encoder first.")
+        try:
+            with safetensors.safe_open(self.path, framework="pt") as file:
+                metadata = dict(file.metadata() or {})
+                if metadata.get("format") != FORMAT:
+                    raise UserError(f"{self.path}: not a text index ({FORMAT}); write it with write_text_index.")
+                keys = file.get_tensor("keys").numpy().view(np.uint64)
+                self._offsets = file.get_tensor("offsets").numpy()
+                rows, self.width = file.get_slice("embeddings").get_shape()
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UserError(f"{self.path}: not a readable text index ({error}); write it again.") from None
+        for key, asked, found in (
+            ("encoder", encoder, metadata["encoder"]),
+            ("token_limit", str(token_limit), metadata["token_limit"]),
+        ):
+            if asked != found:
+                raise UserError(
+                    f"{self.path}: data.text.{key} asks for {asked} but the index was written with {found}; "
+                    "change the key or encode the texts again."
+                )
+        assert rows == self._offsets[-1], (rows, self._offsets[-1])
+        self._keys = keys
+        self.fingerprint = f"{encoder} token_limit={token_limit}"
+
+    def encode(self, text: str, *, clip: str) -> torch.Tensor:
+        """float32 ``[L, width]``. Raises UserError naming the clip when the index does not hold its text."""
+        key = text_keys([text])[0]
+        place = int(np.searchsorted(self._keys, key))
+        if place == len(self._keys) or self._keys[place] != key:
+            what = "no blank embedding (that of the empty text)" if text == BLANK else f"not the text {text!r}"
+            raise UserError(f"{self.path}: the index holds {what}, needed for {clip}; encode it and add it.")
+        first, last = int(self._offsets[place]), int(self._offsets[place + 1])
+        with safetensors.safe_open(self.path, framework="pt") as file:
+            stored: torch.Tensor = file.get_slice("embeddings")[first:last]
+        if not bool(torch.isfinite(stored).all()):
+            raise UserError(
+                f"{self.path}: the embedding of {text!r}, needed for {clip}, is not finite; encode it again."
+            )
+        return stored.to(torch.float32)
+
+    def blank(self) -> torch.Tensor:
+        """float32 ``[L, width]``. Raises UserError when the index holds no embedding of the empty text."""
+        return self.encode(BLANK, clip="text dropout")

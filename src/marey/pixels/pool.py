@@ -1,0 +1,180 @@
+"""Work on files that may hang or crash the decoder: child processes that are killed when they stall.
+
+Children are started as ``python -m marey.pixels.child`` rather than through multiprocessing, so they never import
+the user's main module, and begin in about a third of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import marey
+from marey.core.errors import UserError
+
+START_LIMIT_S = 120.0
+
+
+class Progressed(NamedTuple):
+    """A file is being read: frames decoded so far, and the fraction of its bytes."""
+
+    task: int
+    frames: int
+    fraction: float
+
+
+class Finished(NamedTuple):
+    """A job returned ``result``."""
+
+    task: int
+    result: Any
+
+
+class Refused(NamedTuple):
+    """A file gives nothing. ``lasting``: the file itself says so (else the decoder hung, died or tripped)."""
+
+    task: int
+    reason: str
+    lasting: bool
+
+
+Event = Progressed | Finished | Refused
+
+
+def default_workers() -> int:
+    """The CPUs this process may use."""
+    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@dataclass
+class _Child:
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    ready: bool = False
+    task: int | None = None
+    since: float = field(default_factory=time.monotonic)
+
+
+def run_tasks(
+    job: str, tasks: Iterable[tuple[int, dict[str, Any]]], *, workers: int, stall_s: float
+) -> Iterator[Event]:
+    """Run ``job`` (``"module:function"``, called as ``function(payload, tick)``) on every task.
+
+    Events come as they happen, results in no particular order. A child from which no new frame is heard for
+    ``stall_s`` seconds is killed, one that dies is noticed; either refuses its file and a new child takes over.
+    A job's ``UserError`` (nothing to do with the file: a full disk, say) ends everything. However the iteration
+    ends, no child outlives it.
+    """
+    waiting = iter(tasks)
+    upcoming = next(waiting, None)
+    children: list[_Child] = []
+    try:
+        while upcoming is not None or any(child.task is not None for child in children):
+            busy = sum(child.task is not None for child in children)
+            idle = len(children) - busy
+            if upcoming is not None and idle == 0 and len(children) < workers:
+                children.append(_start(job))
+            for child in children:
+                if child.ready and child.task is None and upcoming is not None:
+                    child.task, child.since = upcoming[0], time.monotonic()
+                    # A child that has just died is noticed below, and its task refused there.
+                    with contextlib.suppress(OSError):
+                        child.pipe.send(upcoming[1])
+                    upcoming = next(waiting, None)
+            heard = {id(pipe) for pipe in wait([child.pipe for child in children], timeout=0.1)}
+            for child in list(children):
+                if id(child.pipe) in heard:
+                    event = _hear(child)
+                elif child.ready:
+                    event = _stalled(child, stall_s)
+                else:
+                    event = _late(child)
+                if event is not None:
+                    yield event
+                if child.process.returncode is not None:
+                    children.remove(child)
+    finally:
+        for child in children:
+            _end(child)
+
+
+def _start(job: str) -> _Child:
+    ours, theirs = multiprocessing.Pipe()
+    home = str(Path(marey.__file__).parents[1])
+    path = os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH")) if part)
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    # -P: the current folder may hold an av.py. A session of its own: Ctrl-C is for the parent to handle.
+    command = [sys.executable, "-P", "-m", "marey.pixels.child", str(theirs.fileno()), str(os.getpid()), job]
+    with theirs:
+        process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return _Child(process=process, pipe=ours)
+
+
+def _end(child: _Child) -> int:
+    child.pipe.close()
+    if child.process.poll() is None:
+        child.process.kill()
+    try:
+        return child.process.wait(timeout=10)
+    except subprocess.TimeoutExpired:  # stuck inside the kernel (a dead network disk): leave it behind
+        child.process.returncode = -signal.SIGKILL
+        return child.process.returncode
+
+
+def _hear(child: _Child) -> Event | None:
+    try:
+        kind, value = child.pipe.recv()
+    except (EOFError, OSError):
+        code = _end(child)
+        if not child.ready:
+            raise RuntimeError(f"a decoding process could not start (exit code {code})") from None
+        if child.task is None:
+            return None
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return Refused(child.task, f"the decoder died ({how})", lasting=False)
+    child.since = time.monotonic()
+    if kind == "ready":
+        child.ready = True
+        return None
+    if kind == "fatal":
+        raise UserError(value)
+    assert child.task is not None
+    task = child.task
+    if kind == "tick":
+        return Progressed(task, *value)
+    child.task = None
+    if kind == "refused":
+        reason, lasting = value
+        return Refused(task, reason, lasting)
+    assert kind == "done"
+    return Finished(task, value)
+
+
+def _stalled(child: _Child, stall_s: float) -> Event | None:
+    if child.task is None or time.monotonic() - child.since < stall_s:
+        return None
+    _end(child)
+    return Refused(child.task, f"no new frame for {stall_s:g} s, so the decoder was stopped", lasting=False)
+
+
+def _late(child: _Child) -> Event | None:
+    if time.monotonic() - child.since > START_LIMIT_S:
+        _end(child)
+        raise RuntimeError(f"a decoding process did not start within {START_LIMIT_S:g} s")
+    return None

@@ -1,0 +1,46 @@
+"""What a frame store looks like on disk: columns, metadata, names. Free of torch, for those who only write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+METADATA_KEY = "marey"
+STORE_FORMAT = 1
+REQUIRED = ("episode_idx", "step_idx", "frame", "h", "w", "label")
+FRAME_SCHEMA = pa.schema(
+    [
+        ("episode_idx", pa.int32()),
+        ("step_idx", pa.int32()),
+        ("frame", pa.binary()),  # JPEG
+        ("h", pa.int32()),
+        ("w", pa.int32()),
+        ("label", pa.int64()),  # null: unlabelled
+        ("source", pa.string()),  # absolute path of the video file
+        ("source_idx", pa.int32()),  # its position in the ingest's list
+        ("source_step", pa.int32()),  # grid step in the file: shown source_step / rate seconds after its start
+        ("time_s", pa.float64()),  # the frame's own time stamp in the file
+        ("true_rate", pa.float64()),  # the file's average frames per second; null for a single frame
+        ("extra", pa.string()),  # JSON object of the list's further columns; null where there are none
+    ]
+)
+
+
+def partial_path(store: Path) -> Path:
+    """Where an ingest into ``store`` keeps its unfinished work."""
+    return store.with_name(store.name + ".partial")
+
+
+def is_store(path: Path | str) -> bool:
+    """Whether a path should be read as a frame store: a ``.lance`` name, or a folder holding a Lance table."""
+    path = Path(path)
+    return path.name.rstrip("/").endswith(".lance") or (path / "_versions").is_dir()
+
+
+def read_metadata(schema: pa.Schema) -> dict[str, Any]:
+    """Our JSON object of a table's schema; empty for a table made elsewhere."""
+    raw = (schema.metadata or {}).get(METADATA_KEY.encode())
+    return dict(json.loads(raw)) if raw else {}

@@ -1,0 +1,244 @@
+"""Episodes straight from video files, without a store: slower than a store, and nothing to build first."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import av
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from marey.core.errors import UserError
+from marey.core.files import atomic_write, cache_dir
+from marey.core.progress import Progress
+from marey.pixels.decode import FileIndex
+from marey.pixels.episodes import FrameRequest
+from marey.pixels.media import Unreadable, modified_ns, regular_size
+from marey.pixels.pool import Progressed, Refused, default_workers, run_tasks
+from marey.pixels.reader import VideoReader
+from marey.pixels.sources import VideoFile, discover
+
+JOB = "marey.pixels.decode:index_job"
+INDEX_FORMAT = 1
+OPEN_FILES = 8
+
+
+class RefusedFile(NamedTuple):
+    """A file that gives nothing, and why."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Indexed:
+    path: str
+    key: str  # path, size, time of change, rate and decoder: what the index stands for
+    index: FileIndex
+
+
+class VideoEpisodes:
+    """An ``EpisodeSource`` over video files. Make one with ``VideoEpisodes.open``.
+
+    A file's frames on the grid (the same that an ingest at this rate would store) are cut into episodes of
+    ``episode_length``, the last one shorter. Beyond the protocol: ``refused`` (files that give nothing, with the
+    reason), ``label_names`` (or None), ``readings`` (how the path was understood).
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        name: str,
+        rate: float,
+        episode_length: int,
+        indexed: Sequence[_Indexed],
+        labels: Sequence[int | None],
+        label_names: list[str] | None,
+        refused: list[RefusedFile],
+        readings: list[str],
+    ) -> None:
+        self.path, self.name = path, name
+        self.rate: float | None = rate
+        self.refused, self.label_names, self.readings = refused, label_names, readings
+        self._indexed = list(indexed)
+        self._length = episode_length
+        steps = [len(item.index.stamps) for item in self._indexed]
+        self._episodes = [
+            (number, start) for number, count in enumerate(steps) for start in range(0, count, episode_length)
+        ]
+        self.lengths: NDArray[np.int64] = np.asarray(
+            [min(episode_length, steps[number] - start) for number, start in self._episodes], np.int64
+        )
+        self.files = [self._indexed[number].path for number, _ in self._episodes]
+        numbers = np.asarray([-1 if labels[number] is None else labels[number] for number, _ in self._episodes])
+        self.labels: NDArray[np.int64] | None = numbers.astype(np.int64) if (numbers >= 0).any() else None
+        identity = [[item.key for item in self._indexed], list(labels), episode_length, rate]
+        self.version = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+        self._readers: OrderedDict[int, VideoReader] = OrderedDict()
+        self._pid: int | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        *,
+        name: str | None = None,
+        rate: float,
+        episode_length: int,
+        workers: int | None = None,
+        stall_s: float = 60.0,
+    ) -> VideoEpisodes:
+        """Find the videos of ``path`` (see ``sources.discover``) and index each, in processes that can be killed.
+
+        ``rate`` in frames per second, ``episode_length`` in frames, ``workers`` processes (None: one per CPU),
+        ``stall_s`` seconds without a new frame after which a file is refused. Indices are cached under
+        ``core.files.cache_dir()``, so that the next opening reads no video. Raises ``UserError`` if nothing is usable.
+        """
+        found = discover([path])
+        indices, refused = _index_all(found.files, rate, workers=workers or default_workers(), stall_s=stall_s)
+        if not indices:
+            reasons = "; ".join(f"{item.path}: {item.reason}" for item in refused[:3])
+            more = f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
+            raise UserError(f"{path}: none of its {len(found.files)} videos is usable ({reasons}{more})")
+        return cls(
+            path=os.path.abspath(Path(path).expanduser()),  # noqa: PTH100 (may be a pattern)
+            name=name or Path(path).stem,
+            rate=rate,
+            episode_length=episode_length,
+            indexed=[indices[number] for number in sorted(indices)],
+            labels=[found.files[number].label for number in sorted(indices)],
+            label_names=found.label_names,
+            refused=refused,
+            readings=found.readings,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_readers": OrderedDict(), "_pid": None}
+
+    def read(self, requests: Sequence[FrameRequest]) -> list[torch.Tensor]:
+        """uint8 ``[T, 3, H, W]`` per request (channels last in memory); each file is read forward once per call.
+
+        Raises ``UserError`` naming the file when it changed or no longer decodes, ``IndexError`` for a step outside
+        the episode.
+        """
+        steps: list[NDArray[np.int64]] = []
+        by_file: dict[int, list[int]] = {}
+        for position, request in enumerate(requests):
+            wanted = np.asarray(request.steps, np.int64)
+            length = int(self.lengths[request.episode])
+            if request.episode < 0 or (wanted < 0).any() or (wanted >= length).any():
+                raise IndexError(f"steps {wanted.tolist()} of episode {request.episode}, which has {length} frames")
+            number, start = self._episodes[request.episode]
+            steps.append(start + wanted)
+            by_file.setdefault(number, []).append(position)
+        clips: list[torch.Tensor | None] = [None] * len(requests)
+        for number, positions in by_file.items():
+            every = np.unique(np.concatenate([steps[position] for position in positions]))
+            pictures = self._reader(number).fetch(every.tolist())
+            for position in positions:
+                clip = np.stack([pictures[step] for step in steps[position].tolist()])
+                clips[position] = torch.from_numpy(clip).permute(0, 3, 1, 2)
+        return [clip for clip in clips if clip is not None]
+
+    def _reader(self, number: int) -> VideoReader:
+        if self._pid != os.getpid():  # an open decoder does not survive a fork
+            self._readers, self._pid = OrderedDict(), os.getpid()
+        reader = self._readers.pop(number, None)
+        if reader is None:
+            item = self._indexed[number]
+            try:
+                unchanged = index_key(item.path, self.rate or 0.0) == item.key
+            except Unreadable as error:
+                raise UserError(f"{item.path} {error}; it was there when the run began") from None
+            if not unchanged:
+                raise UserError(f"{item.path} changed since it was indexed; start again")
+            reader = VideoReader(item.path, item.index)
+        self._readers[number] = reader
+        while len(self._readers) > OPEN_FILES:
+            self._readers.popitem(last=False)[1].close()
+        return reader
+
+
+def index_key(path: str, rate: float) -> str:
+    """What an index stands for; a changed file, rate or decoder has another. Raises ``Unreadable``."""
+    identity = [INDEX_FORMAT, av.__version__, os.fsencode(path).hex(), regular_size(path), modified_ns(path), rate]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
+
+def _index_all(
+    files: Sequence[VideoFile], rate: float, *, workers: int, stall_s: float
+) -> tuple[dict[int, _Indexed], list[RefusedFile]]:
+    indexed: dict[int, _Indexed] = {}
+    refused: dict[int, str] = {}
+    keys: dict[int, str] = {}
+    for number, video in enumerate(files):
+        try:
+            keys[number] = index_key(video.path, rate)
+        except Unreadable as error:
+            refused[number] = str(error)
+            continue
+        known = _load(keys[number])
+        if isinstance(known, FileIndex):
+            indexed[number] = _Indexed(video.path, keys[number], known)
+        elif known is not None:
+            refused[number] = known
+    tasks = [
+        (number, {"path": files[number].path, "rate": rate})
+        for number in keys
+        if number not in indexed and number not in refused
+    ]
+    if tasks:
+        with Progress("index", total=len(tasks), unit="files") as progress:
+            for event in run_tasks(JOB, tasks, workers=min(workers, len(tasks)), stall_s=stall_s):
+                if isinstance(event, Progressed):
+                    continue
+                progress.advance(1)
+                if isinstance(event, Refused):
+                    refused[event.task] = event.reason
+                    if event.lasting:
+                        _save(keys[event.task], event.reason)
+                else:
+                    indexed[event.task] = _Indexed(files[event.task].path, keys[event.task], event.result)
+                    _save(keys[event.task], event.result)
+    return indexed, [RefusedFile(files[number].path, reason) for number, reason in sorted(refused.items())]
+
+
+def _cached(key: str) -> Path:
+    return cache_dir() / "video-index" / key[:2] / f"{key}.npz"
+
+
+def _load(key: str) -> FileIndex | str | None:
+    try:
+        data = _cached(key).read_bytes()
+    except OSError:
+        return None
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        facts = json.loads(str(arrays["facts"]))
+        if "refused" in facts:
+            return str(facts["refused"])
+        return FileIndex(stamps=arrays["stamps"], ordinals=arrays["ordinals"], keys=arrays["keys"], **facts)
+
+
+def _save(key: str, value: FileIndex | str) -> None:
+    arrays: dict[str, Any] = {}
+    facts: dict[str, Any] = {"refused": value}
+    if isinstance(value, FileIndex):
+        facts = value._asdict()
+        arrays = {name: facts.pop(name) for name in ("stamps", "ordinals", "keys")}
+    try:
+        with atomic_write(_cached(key)) as file:
+            np.savez_compressed(file, facts=np.array(json.dumps(facts)), **arrays)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {_cached(key).parent}: {error.strerror}; make room, or set MAREY_CACHE to another folder"
+        ) from None

@@ -1,0 +1,156 @@
+"""From a causal run's configuration to its streams of requests: sources, split, shares, plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from marey.config.causal import CausalConfig, LatentDataConfig, LatentSourceConfig
+from marey.core.errors import UserError
+from marey.latents.geometry import Geometry
+from marey.latents.manifest import Manifest, hold_out, read_manifest
+from marey.latents.requests import Layout
+from marey.sampling.draws import MixtureDraws, SequentialDraws, draw_shares
+from marey.sampling.planner import MicrobatchPlanner
+from marey.sampling.stream import RequestStream
+from marey.sampling.windows import SourceWindows, WindowTable
+
+_ALTERNATES = 3
+
+
+class NamedManifest(NamedTuple):
+    """One source, read and split."""
+
+    name: str
+    manifest: Manifest
+    weight: float
+    layout: Layout | None
+
+
+class Sources(NamedTuple):
+    """Both sides of the data."""
+
+    train: list[NamedManifest]
+    val: list[NamedManifest]
+
+
+def read_sources(data: LatentDataConfig) -> Sources:
+    """Read every manifest that ``data`` names, all rows checked, and split off the validation side.
+
+    ``data.train`` and ``data.val`` must name manifests here (a store or demo is encoded first). Raises
+    UserError for a bad row, or an empty side.
+    """
+    train = [_read(source, data) for source in _configs(data.train if data.sources is None else data.sources)]
+    if data.val is not None:
+        return Sources(train, [_read(source, data) for source in _configs(data.val)])
+    sides = hold_out([source.manifest for source in train], data.val_fraction)
+    halves = [
+        (
+            source._replace(manifest=source.manifest.select(~side)),
+            source._replace(manifest=source.manifest.select(side)),
+        )
+        for source, side in zip(train, sides, strict=True)
+    ]
+    return Sources([kept for kept, _ in halves], [held_out for _, held_out in halves])
+
+
+def _configs(named: str | Sequence[LatentSourceConfig] | None) -> Sequence[LatentSourceConfig]:
+    assert named is not None
+    return [LatentSourceConfig(name=Path(named).stem, manifest=named)] if isinstance(named, str) else named
+
+
+def _read(source: LatentSourceConfig, data: LatentDataConfig) -> NamedManifest:
+    manifest = read_manifest(source.manifest, check_files=data.check_files)
+    return NamedManifest(source.name, manifest, source.weight, source.layout)
+
+
+def window_table(config: CausalConfig, sources: Sequence[NamedManifest]) -> WindowTable:
+    """The windows of ``sources`` under the configured geometry. A condition frame needs one frame before a window."""
+    geometry = Geometry(config.data.buckets, seed=config.seed)
+    lead = int(config.program.name == "chunked_conditioned")
+    table = WindowTable(
+        [SourceWindows(s.name, s.manifest, geometry, stride=config.data.window_stride, lead=lead) for s in sources]
+    )
+    for source in table.sources:
+        _check_divisible(source, config.model.patch)
+    return table
+
+
+def _check_divisible(source: SourceWindows, patch: int) -> None:
+    manifest = source.manifest
+    for name, cells in (("height", manifest.height), ("width", manifest.width)):
+        if cells is not None and (cells % patch).any():
+            row = int((cells % patch > 0).argmax())
+            raise UserError(
+                f"{manifest.path}: clip {manifest.clip(row).clip_id} has {name} {cells[row]}, which does not divide by "
+                f"model.patch={patch}; change the patch or the clip."
+            )
+
+
+def train_shares(config: CausalConfig, sources: Sequence[NamedManifest], table: WindowTable) -> list[Fraction]:
+    """The share of draws asked for each source, exact."""
+    meaning = config.data.weights
+    measures = table.weighing(meaning, patch=config.model.patch)
+    for source, size in zip(sources, table.sizes, strict=True):
+        if source.weight > 0 and size == 0:
+            raise UserError(no_window(source.name, source.manifest, table.sources[0].geometry.shortest))
+    return draw_shares(table.names, [source.weight for source in sources], measures, meaning=meaning)
+
+
+def no_window(name: str, manifest: Manifest, shortest: int) -> str:
+    """The refusal of a source that gives nothing."""
+    longest = int(manifest.length_frames.max()) if len(manifest) else 0
+    return (
+        f"{manifest.path}: source {name} has no usable window: its {len(manifest)} training clips have at most "
+        f"{longest} latent frames and the shortest bucket needs {shortest}; add shorter data.buckets, or set its "
+        "weight to 0."
+    )
+
+
+def train_stream(
+    config: CausalConfig, sources: Sequence[NamedManifest], *, world: int
+) -> tuple[RequestStream, list[Fraction]]:
+    """The training stream over ``world`` ranks, and the share of draws asked for each source."""
+    data = config.data
+    table = window_table(config, sources)
+    shares = train_shares(config, sources, table)
+    draws = MixtureDraws(table.names, table.sizes, shares, seed=config.seed, epoch_draws=data.epoch_draws)
+    planner = MicrobatchPlanner(
+        draws,
+        table,
+        seed=config.seed,
+        world=world,
+        batch=data.train_batch_size,
+        accumulate=config.accumulate_grad_batches,
+        tail="drop" if data.batching.drop_last_train else "repeat",
+        mode=data.batching.mode,
+        pool_size=data.batching.bucket_pool_size,
+        bucket_order=data.batching.bucket_order,
+        shape_grouping=data.shape_bucketed_batching,
+    )
+    alternates = _ALTERNATES if data.on_bad_clip == "replace" else 0
+    return RequestStream(planner, [source.layout for source in sources], alternates=alternates), shares
+
+
+def validation_stream(config: CausalConfig, sources: Sequence[NamedManifest], *, world: int) -> RequestStream:
+    """Every held-out window once, in order, whatever the batching mode; a short last batch is kept.
+
+    Raises UserError when no held-out clip has a usable window.
+    """
+    table = window_table(config, sources)
+    if sum(table.sizes) == 0:
+        raise UserError(
+            f"the validation side has no usable window in its {sum(len(s.manifest) for s in sources)} clips; hold out "
+            "more (data.val_fraction), name longer clips in data.val or add shorter data.buckets."
+        )
+    planner = MicrobatchPlanner(
+        SequentialDraws(table.sizes),
+        table,
+        seed=config.seed,
+        world=world,
+        batch=config.data.val_batch_size,
+        tail="keep",
+    )
+    return RequestStream(planner, [source.layout for source in sources])

@@ -1,0 +1,187 @@
+"""Which samples each rank sees in each micro-step, as a pure function of (seed, epoch, micro-step, rank).
+
+The stream of draws is cut (or completed) to whole optimizer steps, then either read as it comes, micro-step m
+taking positions [m*S, (m+1)*S) with S = world * batch and rank r the r-th block of them, or first planned
+by canvas (``shape_grouping``). In mode ``bucket`` each rank then sorts pools of its own part by length.
+Nothing depends on what was asked before, so any micro-step of any epoch can come first.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from marey.core.errors import UserError
+from marey.sampling.canvases import by_canvas
+from marey.sampling.draws import Draws
+from marey.sampling.pools import BucketOrder, emission_order, pool_batches, pool_steps
+from marey.sampling.windows import Located, WindowTable
+
+Ints = NDArray[np.int64]
+Mode = Literal["strict", "padded", "bucket", "packed"]
+Tail = Literal["drop", "repeat", "keep"]
+
+
+class PlannedBatch(NamedTuple):
+    """The samples of one microbatch of one rank, by column; ``[b]`` each.
+
+    position: int64, among the epoch's draws. repeat: int32, 0 or the k-th repetition. turn: int64, how
+    often the window's source had been exhausted before. source: int32. window: int64. at: where each window
+    lies.
+    """
+
+    position: Ints
+    repeat: NDArray[np.int32]
+    source: NDArray[np.int32]
+    window: Ints
+    turn: Ints
+    at: Located
+
+
+class EpochCounts(NamedTuple):
+    """What becomes of an epoch's draws, over all ranks. Unless tail is keep, ``planned`` fills every batch."""
+
+    drawn: int
+    dropped: int
+    repeated: int
+    planned: int
+    micro_steps: int
+
+
+class MicrobatchPlanner:
+    """Cuts draws into microbatches.
+
+    ``tail``: what does not fill a whole optimizer step is dropped, completed by repeats, or kept as a
+    shorter last micro-step (for validation; needs ``accumulate`` 1). ``shape_grouping`` gives every
+    microbatch one canvas.
+    """
+
+    def __init__(
+        self,
+        draws: Draws,
+        windows: WindowTable,
+        *,
+        seed: int,
+        world: int,
+        batch: int,
+        accumulate: int = 1,
+        tail: Tail = "drop",
+        mode: Mode = "packed",
+        pool_size: int = 0,
+        bucket_order: BucketOrder = "shuffled",
+        shape_grouping: bool = False,
+    ) -> None:
+        assert tail != "keep" or (accumulate == 1 and not shape_grouping and mode != "bucket"), tail
+        self.draws, self.windows, self.seed = draws, windows, seed
+        self.world, self.batch, self.accumulate, self.tail = world, batch, accumulate, tail
+        # A batch of one sample is of one canvas anyway, so it needs no plan and no height and width.
+        self.shape_grouping = shape_grouping and batch > 1
+        if self.shape_grouping:
+            windows.require_canvas(why="data.shape_bucketed_batching=true")
+        self.pooled = pool_steps(pool_size, batch) if mode == "bucket" else 1
+        self._sorts = mode == "bucket"
+        self._order: BucketOrder = bucket_order
+        step = world * batch * accumulate
+        whole = draws.epoch_draws // step * step
+        if tail == "drop" and whole == 0:
+            raise UserError(
+                f"data.epoch_draws={draws.epoch_draws} does not fill one optimizer step of {step} samples "
+                f"({world} ranks x data.train_batch_size={batch} x accumulate_grad_batches={accumulate}); lower "
+                "the batch or set data.batching.drop_last_train=false."
+            )
+        self._cut = whole if tail == "drop" else draws.epoch_draws
+        self._plan: tuple[int, Ints, NDArray[np.int32]] | None = None
+        self._pool: dict[tuple[int, int, int], PlannedBatch] = {}
+
+    def counts(self, epoch: int) -> EpochCounts:
+        """What is drawn, dropped, repeated and planned in ``epoch``."""
+        drawn = self.draws.epoch_draws
+        step = self.world * self.batch
+        if self.shape_grouping:
+            steps = len(self._planned(epoch)[0])
+        elif self.tail == "keep":
+            steps = -(-self._cut // step)
+        else:
+            whole = step * self.accumulate
+            steps = -(-self._cut // whole) * self.accumulate
+        planned = self._cut if self.tail == "keep" else steps * step
+        return EpochCounts(drawn, drawn - self._cut, planned - self._cut, planned, steps)
+
+    def micro_steps(self, epoch: int) -> int:
+        """Micro-steps of ``epoch``, the same on every rank; a multiple of ``accumulate``."""
+        return self.counts(epoch).micro_steps
+
+    def dropped(self) -> Ints:
+        """int64: the positions of every epoch that no micro-step takes."""
+        return np.arange(self._cut, self.draws.epoch_draws, dtype=np.int64)
+
+    def batch_at(self, epoch: int, micro_step: int, rank: int) -> PlannedBatch:
+        """The microbatch of ``rank`` in ``micro_step`` of ``epoch``."""
+        if not self._sorts:
+            return self._described(epoch, *self._places(epoch, micro_step, micro_step + 1, rank))
+        pool, place = divmod(micro_step, self.pooled)
+        key = (epoch, pool, rank)
+        if key not in self._pool:
+            if len(self._pool) >= 2 * self.world:
+                self._pool.clear()
+            self._pool[key] = self._sorted_pool(epoch, pool, rank)
+        held = self._pool[key]
+        return _rows(held, slice(place * self.batch, (place + 1) * self.batch))
+
+    def _sorted_pool(self, epoch: int, pool: int, rank: int) -> PlannedBatch:
+        first = pool * self.pooled
+        last = min(first + self.pooled, self.micro_steps(epoch))
+        held = self._described(epoch, *self._places(epoch, first, last, rank))
+        at = held.at
+        # One number for a window of one source: equal exactly for draws of the same window.
+        identity = held.window * len(self.windows.sources) + held.source
+        batches = pool_batches([at.height, at.width, at.prefix + at.future], identity, batch=self.batch)
+        order = emission_order(len(batches), self._order, seed=self.seed, epoch=epoch, pool=pool)
+        return _rows(held, batches[order].reshape(-1))
+
+    def _places(self, epoch: int, first: int, last: int, rank: int) -> tuple[Ints, NDArray[np.int32]]:
+        """Positions and repeats of a rank's part of the micro-steps [first, last)."""
+        step = self.world * self.batch
+        if self.shape_grouping:
+            positions, repeats = self._planned(epoch)
+            return positions[first:last, rank].reshape(-1), repeats[first:last, rank].reshape(-1)
+        if self.tail == "keep":
+            taken = [
+                np.arange(m * step + rank * part // self.world, m * step + (rank + 1) * part // self.world)
+                for m in range(first, last)
+                if (part := min(step, self._cut - m * step)) > 0
+            ]
+            places = np.concatenate(taken) if taken else np.zeros(0, dtype=np.int64)
+            return places, np.zeros(len(places), dtype=np.int32)
+        steps = np.arange(first, last, dtype=np.int64)[:, None]
+        places = (steps * step + rank * self.batch + np.arange(self.batch, dtype=np.int64)).reshape(-1)
+        # Beyond the last draw the tail is completed by the epoch's draws from its beginning, again and again.
+        return places % self._cut, (places // self._cut).astype(np.int32)
+
+    def _planned(self, epoch: int) -> tuple[Ints, NDArray[np.int32]]:
+        if self._plan is None or self._plan[0] != epoch:
+            drawn = self.draws.at(epoch, np.arange(self._cut, dtype=np.int64))
+            at = self.windows.locate(drawn.source, drawn.window)
+            canvas = at.height << 32 | at.width
+            del drawn, at
+            draws, repeats = by_canvas(canvas, world=self.world, batch=self.batch, accumulate=self.accumulate)
+            self._plan = (epoch, draws, repeats)
+        return self._plan[1], self._plan[2]
+
+    def _described(self, epoch: int, positions: Ints, repeats: NDArray[np.int32]) -> PlannedBatch:
+        drawn = self.draws.at(epoch, positions)
+        at = self.windows.locate(drawn.source, drawn.window)
+        return PlannedBatch(positions, repeats, drawn.source, drawn.window, drawn.turn, at)
+
+
+def _rows(batch: PlannedBatch, rows: slice | Ints) -> PlannedBatch:
+    return PlannedBatch(
+        batch.position[rows],
+        batch.repeat[rows],
+        batch.source[rows],
+        batch.window[rows],
+        batch.turn[rows],
+        Located(*(column[rows] for column in batch.at)),
+    )

@@ -1,0 +1,276 @@
+"""``marey demo``: clips, pretraining, probes before and after, one page. A caller of the rooms, as cli is."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from marey.core.errors import UserError
+from marey.core.files import write_json, write_text
+
+if TYPE_CHECKING:
+    from marey.evaluation.demo_results import LabelTable
+
+Say = Callable[[str], None]
+SHORT_EDGE = 128
+"""Pixels stored of a person's own videos: twice the demo encoder's view, so that crops still have detail."""
+OWN_STRIDE = 2
+"""Stored frames between two frames of a clip of a person's own videos: 8 frames then span about a second."""
+BATCHES_PER_EPOCH = 8
+SHOWN_CLIPS = 8
+
+
+@dataclass(frozen=True)
+class DemoData:
+    """What a demonstration trains on and is tested on."""
+
+    train: str
+    """A store."""
+    held_out: str | None
+    labels: list[LabelTable]
+    overrides: list[str]
+    """What chooses this data on the command line of ``marey train``."""
+
+
+def demo(
+    *,
+    out: Path,
+    videos: Path | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    say: Say = print,
+) -> Path:
+    """Run the whole story into ``out`` and return the page's path, ``out/report.html``.
+
+    Every call makes its own ``run-NNN`` folder in ``out`` and replaces the page that an earlier call left; nothing
+    else in ``out`` is touched. steps: optimizer steps, None for the recipe's. videos: a person's own files.
+    Raises UserError where ``out`` cannot be used, ``videos`` hold nothing that decodes, or training refuses.
+    """
+    out = out.expanduser().absolute()
+    report = claim_report(out)
+    data = _own_videos(videos.expanduser(), out, say=say) if videos is not None else _digits()
+    run = new_run_folder(out)
+    checkpoint = run / "checkpoints" / "last.ckpt"
+    words = train_words(data.overrides, run=run, steps=steps, seed=seed)
+    say("pretraining:  marey " + shlex.join(words))
+    stream([sys.executable, "-P", "-m", "marey", *words], log=run / "train.log", say=say)
+    if not checkpoint.exists():
+        raise UserError(f"training ended without writing {checkpoint}; {run / 'train.log'} has what it said")
+
+    from marey.evaluation.demo_results import evaluate, page, summary  # deferred: training has its own process
+
+    say("probing:      the trained encoder beside the same one with random weights")
+    results = evaluate(
+        run=run,
+        checkpoint=checkpoint,
+        train=data.train,
+        held_out=data.held_out,
+        labels=data.labels,
+        commands=next_commands(run=run, checkpoint=checkpoint, data=data),
+        shown=SHOWN_CLIPS,
+        seed=seed,
+        say=say,
+    )
+    write_json(run / "probe.json", [result.as_dict() for result in results.probes])
+    text = page(results)
+    write_text(run / "report.html", text)
+    write_text(report, text)
+    for line in summary(results, report=report, run=run, checkpoint=checkpoint):
+        say(line)
+    return report
+
+
+def claim_report(out: Path) -> Path:
+    """``out/report.html``, with ``out`` made. UserError where ``out`` or the page is not ours to write."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be made ({error.strerror}); name a folder you can write to") from error
+    if not os.access(out, os.W_OK):
+        raise UserError(f"--out {out} cannot be written to; name another folder")
+    report = out / "report.html"
+    if report.exists():
+        from marey.evaluation.page import is_ours
+
+        if not report.is_file() or not is_ours(report.read_text(encoding="utf-8", errors="replace")):
+            raise UserError(f"{report} exists and is not a page of `marey demo`; name another folder with --out")
+    return report
+
+
+def new_run_folder(out: Path) -> Path:
+    """Make and return the first free ``out/run-NNN``; two calls at once get two."""
+    number = 1
+    while True:
+        run = out / f"run-{number:03d}"
+        try:
+            run.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return run
+
+
+def _digits() -> DemoData:
+    from marey.evaluation.demo_results import LabelTable
+    from marey.pixels.digits import demo_clips, demo_source
+
+    train, held_out = (demo_clips(split).parent / f"{split}.csv" for split in ("train", "heldout"))
+    return DemoData(
+        train=str(demo_source("train")),
+        held_out=str(demo_source("heldout")),
+        labels=[LabelTable("digit", "label", train, held_out), LabelTable("motion", "motion", train, held_out)],
+        overrides=["data=demo"],
+    )
+
+
+def _own_videos(videos: Path, out: Path, *, say: Say) -> DemoData:
+    from marey.config.compose import load_config
+    from marey.pixels.ingest import ingest
+    from marey.pixels.store import FrameStore
+
+    store = out / f"videos-{_fingerprint(videos)}.lance"
+    say(f"ingesting:    marey ingest {shlex.quote(str(videos))} {shlex.quote(str(store))} --short-edge {SHORT_EDGE}")
+    report = ingest([str(videos)], store, short_edge=SHORT_EDGE)
+    for refused in report.refused[:5]:
+        say(f"  refused     {refused['path']}: {refused['reason']}")
+    if report.refused[5:]:
+        say(f"  refused     {len(report.refused) - 5} more, all named in {store.with_suffix('.report.json')}")
+    say(f"  store       {report.used} of {report.sources} videos, {report.frames:,} frames")
+    batch = load_config(["recipe=demo"]).loader.batch_size
+    episodes = len(FrameStore.open(store).lengths)
+    return DemoData(
+        train=str(store),
+        held_out=None,
+        labels=[],
+        overrides=[
+            "data=custom",
+            override("data.train", str(store)),
+            override("data.name", videos.name or "videos"),
+            "data.pad_short=repeat",
+            f"frame_stride={OWN_STRIDE}",
+            f"loader.clips_per_video={math.ceil(BATCHES_PER_EPOCH * batch / episodes)}",
+        ],
+    )
+
+
+def _fingerprint(videos: Path) -> str:
+    """A short name for what lies in ``videos`` now, so that changed files make a new store beside the old one."""
+    found = sorted(path for path in videos.rglob("*") if path.is_file()) if videos.is_dir() else [videos]
+    digest = hashlib.sha256(str(videos.absolute()).encode("utf-8", "surrogateescape"))
+    for path in found:
+        try:
+            stat = path.stat()
+        except OSError:  # a dangling link, or gone since: ingest will say
+            continue
+        digest.update(f"\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:10]
+
+
+def train_words(data: Sequence[str], *, run: Path, steps: int | None, seed: int) -> list[str]:
+    """``train`` and its overrides: the demo recipe on this data, all of its files in ``run``."""
+    return [
+        "train",
+        "recipe=demo",
+        *data,
+        f"seed={seed}",
+        *([f"trainer.max_steps={steps}"] if steps is not None else []),
+        override("hydra.run.dir", str(run)),
+        override("checkpoint.dirpath", str(run / "checkpoints")),
+    ]
+
+
+def override(key: str, value: str) -> str:
+    """``key="value"`` in Hydra's grammar, whatever characters a path has.
+
+    Raises UserError for what the grammar cannot carry: a path with ``${``, which Hydra would interpolate.
+    """
+    if "${" in value:
+        raise UserError(f"{value} holds ${{, which the configuration would read as a reference; rename that folder")
+    # In Hydra a quote is escaped by a backslash, and backslashes are doubled only where they stand before a quote.
+    escaped = ""
+    for i, part in enumerate(value.split('"')):
+        slashes = len(part) - len(part.rstrip("\\"))
+        escaped += ('\\"' if i else "") + part + "\\" * slashes
+    return f'{key}="{escaped}"'
+
+
+def stream(command: Sequence[str], *, log: Path, say: Say) -> None:
+    """Run ``command``, passing its lines on and into ``log``. A request to stop is passed on too, and waited for.
+
+    Raises UserError with the program's own last line when it refused (exit code 2), RuntimeError when it broke.
+    """
+    # Its own session: a terminal's Ctrl-C reaches this process alone, which passes exactly one on.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+    )
+    assert process.stdout is not None
+    last = ""
+    with log.open("w", encoding="utf-8") as file, _stops_are_interrupts():
+        try:
+            for line in process.stdout:
+                file.write(line)
+                file.flush()
+                last = line.strip() or last
+                say(f"  {line.rstrip()}")
+            code = process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            say("stopping: training is saving what it has")
+            for line in process.stdout:
+                file.write(line)
+                say(f"  {line.rstrip()}")
+            process.wait()
+            raise
+    if code == 2:
+        raise UserError(last.removeprefix("marey: ") or f"training refused to start; see {log}")
+    if code != 0:
+        raise RuntimeError(f"training ended with exit code {code}; its lines are in {log}")
+
+
+@contextmanager
+def _stops_are_interrupts() -> Iterator[None]:
+    """SIGTERM arrives as KeyboardInterrupt, so that it stops the training process as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def next_commands(*, run: Path, checkpoint: Path, data: DemoData) -> list[tuple[str, str]]:
+    """What one would type next: a remark and a command."""
+    quoted = shlex.quote(str(checkpoint))
+    source = shlex.quote(data.train) if data.held_out is None else "demo:heldout"
+    own = (
+        (
+            "on more of your videos, with a larger encoder: see what it would cost, then run it",
+            "marey ingest FOLDER my.lance\nmarey plan data=custom data.train=my.lance recipe=consumer_vit_tiny\n"
+            "marey train data=custom data.train=my.lance recipe=consumer_vit_tiny",
+        )
+        if data.held_out is None
+        else ("the same story on a folder of your own videos, which need no labels", "marey demo --videos FOLDER")
+    )
+    return [
+        ("what experiment this run was", f"marey inspect {shlex.quote(str(run))}"),
+        ("its features, one row per clip", f"marey embed {quoted} {source} features.parquet"),
+        own,
+    ]

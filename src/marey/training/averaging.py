@@ -1,0 +1,48 @@
+"""Keeps the averaged weights of a run, on rank 0, where checkpoints are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from marey.config.schema import EmaConfig
+from marey.training.ema import Ema
+from marey.training.watch import Watch
+
+
+class Averaging(pl.Callback):
+    """Moves the average after every optimizer step, and takes it through checkpoints."""
+
+    def __init__(self, config: EmaConfig, *, watch: Watch) -> None:
+        self.ema: Ema | None = None
+        self._config, self._watch = config, watch
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Before a checkpoint is restored and before the weights move to their device."""
+        if trainer.is_global_zero:
+            self.ema = Ema(pl_module, self._config)
+
+    def on_load_checkpoint(
+        self, _trainer: pl.Trainer, _pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Restore the average and its count."""
+        if self.ema is not None:
+            self.ema.load(checkpoint[self._config.save_key], updates=checkpoint["marey"]["ema"]["updates"])
+
+    def on_fit_start(self, _trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep the average where the weights are."""
+        if self.ema is not None:
+            self.ema.to(pl_module.device)
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        _outputs: Any,
+        _batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Follow the weights."""
+        if self.ema is not None and self._watch.stepped(batch_idx):
+            self.ema.after_step(pl_module, trainer.global_step)

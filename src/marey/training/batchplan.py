@@ -1,0 +1,178 @@
+"""What one run's steps add up to: batches, steps, epochs. Arithmetic alone, without torch.
+
+Legend: S = world size x loader.batch_size, the clips of one micro-step on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from marey.config.schema import EncoderConfig, TrainerConfig
+from marey.core.errors import UserError
+from marey.sampling.order import micro_steps_per_epoch
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """A run's steps. Clips count all ranks; what depends on the data is None while none is known."""
+
+    world_size: int
+    batch_size: int
+    """Clips per rank and micro-step."""
+    accumulate: int
+    """Micro-steps per optimizer step."""
+    effective_batch: int
+    """Clips per optimizer step."""
+    statistic_batch: int
+    """Clips that one SIGReg statistic sees: S."""
+    norm_group: int
+    """Clips that one BatchNorm group sees."""
+    clips: int | None
+    """Clips of one epoch before anything is dropped."""
+    micro_steps_per_epoch: int | None
+    """A multiple of ``accumulate``."""
+    steps_per_epoch: int | None
+    """Optimizer steps of one epoch."""
+    dropped_clips: int | None
+    """Clips at an epoch's end that fill no optimizer step."""
+    limited_clips: int | None
+    """Clips of an epoch that trainer.limit_train_batches (or fast_dev_run, overfit_batches) leaves out."""
+    total_steps: int | None
+    """Optimizer steps of the whole run; None when only trainer.max_time (or nothing) ends it."""
+    epochs: float | None
+    """Epochs of the whole run."""
+
+
+def batch_plan(config: EncoderConfig, clips: int | None, *, world_size: int | None = None) -> BatchPlan:
+    """The steps of ``config`` over ``clips`` clips per epoch (None: not known).
+
+    ``world_size`` spares the look at the machine's devices where it is known already.
+
+    Raises:
+        UserError: fewer clips than one optimizer step takes, or a limit that leaves none.
+    """
+    trainer = config.trainer
+    world = resolve_devices(trainer) * trainer.num_nodes if world_size is None else world_size
+    batch, accumulate = config.loader.batch_size, config.accumulate_grad_batches
+    statistic = world * batch
+    micro_steps = steps = dropped = limited = total = None
+    epochs = None
+    if clips is not None:
+        whole = micro_steps_per_epoch(clips, world=world, batch=batch, accumulate=accumulate)
+        if whole.micro_steps == 0:
+            raise UserError(_too_few(config, clips=clips, world=world))
+        micro_steps = _limited(trainer, whole.micro_steps, accumulate=accumulate)
+        steps = micro_steps // accumulate
+        dropped = whole.dropped_clips
+        limited = (whole.micro_steps - micro_steps) * statistic
+        total = _total_steps(trainer, steps)
+        epochs = None if total is None else total / steps
+    elif trainer.max_steps >= 0:
+        total = trainer.max_steps
+    return BatchPlan(
+        world_size=world,
+        batch_size=batch,
+        accumulate=accumulate,
+        effective_batch=statistic * accumulate,
+        statistic_batch=statistic,
+        norm_group=config.projector.norm_group or batch,
+        clips=clips,
+        micro_steps_per_epoch=micro_steps,
+        steps_per_epoch=steps,
+        dropped_clips=dropped,
+        limited_clips=limited,
+        total_steps=total,
+        epochs=epochs,
+    )
+
+
+def resolve_devices(trainer: TrainerConfig) -> int:
+    """Devices per node that ``trainer.devices`` means here; only "auto" and -1 ask torch what there is.
+
+    Raises:
+        UserError: a value that names no device.
+    """
+    devices = trainer.devices
+    if isinstance(devices, list):
+        count = len(devices)
+    elif isinstance(devices, str) and "," in devices:
+        count = len([part for part in devices.split(",") if part.strip()])
+    elif devices in ("auto", -1, "-1"):
+        count = _all_devices(trainer.accelerator)
+    else:
+        try:
+            count = int(devices)
+        except ValueError as error:
+            raise UserError(
+                f"trainer.devices={devices} is no number, list of devices or auto; set trainer.devices=1"
+            ) from error
+    if count < 1:
+        raise UserError(f"trainer.devices={devices} leaves no device to run on; set trainer.devices=1")
+    return count
+
+
+def _all_devices(accelerator: str) -> int:
+    if accelerator == "cpu":
+        return 1
+    import torch  # deferred: only "all there are" needs to look
+
+    return max(torch.cuda.device_count(), 1) if torch.cuda.is_available() else 1
+
+
+def fast_dev_steps(trainer: TrainerConfig) -> int | None:
+    """Optimizer steps of a ``trainer.fast_dev_run`` (true is 1); None when it is off."""
+    return int(trainer.fast_dev_run) or None
+
+
+def _limited(trainer: TrainerConfig, whole: int, *, accumulate: int) -> int:
+    """Micro-steps per epoch after the limits, cut to whole optimizer steps."""
+    fast = fast_dev_steps(trainer)
+    if fast is not None:
+        return min(whole, fast * accumulate)
+    for key in ("overfit_batches", "limit_train_batches"):
+        limit = getattr(trainer, key)
+        if limit is None or (key == "overfit_batches" and limit == 0):
+            continue
+        asked = int(whole * limit) if isinstance(limit, float) else min(whole, limit)
+        cut = asked // accumulate * accumulate
+        if cut < 1:
+            raise UserError(
+                f"trainer.{key}={limit} leaves {asked} of {whole} micro-steps per epoch, fewer than the "
+                f"accumulate_grad_batches={accumulate} of one optimizer step; raise one or lower the other"
+            )
+        return min(cut, whole)
+    return whole
+
+
+def _total_steps(trainer: TrainerConfig, steps_per_epoch: int) -> int | None:
+    fast = fast_dev_steps(trainer)
+    if fast is not None:
+        return min(fast, steps_per_epoch)
+    bounds = []
+    if trainer.max_steps >= 0:
+        bounds.append(trainer.max_steps)
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        bounds.append(trainer.max_epochs * steps_per_epoch)
+    return min(bounds) if bounds else None
+
+
+def _too_few(config: EncoderConfig, *, clips: int, world: int) -> str:
+    batch, accumulate = config.loader.batch_size, config.accumulate_grad_batches
+    needed = world * batch * accumulate
+    ranks = f"{world} rank{'s' if world > 1 else ''}"
+    more = -(-needed * config.loader.clips_per_video // clips) if clips else None
+    ways = (
+        [f"loader.batch_size={clips // world}"]
+        if clips >= world and accumulate == 1
+        else ["a smaller loader.batch_size"]
+    )
+    if accumulate > 1:
+        ways.append(f"a smaller accumulate_grad_batches (now {accumulate})")
+    if more is not None:
+        ways.append(f"loader.clips_per_video={more} (now {config.loader.clips_per_video})")
+    ways.append("more video")
+    return (
+        f"the data gives {clips} clips per epoch and one optimizer step takes {needed} "
+        f"({ranks} x loader.batch_size={batch} x accumulate_grad_batches={accumulate}); "
+        f"use {', '.join(ways[:-1])} or {ways[-1]}"
+    )

@@ -1,0 +1,165 @@
+"""Checkpoints: complete or absent, every n optimizer steps and at the end, the step in every name."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from marey.config.schema import CheckpointConfig
+from marey.core.errors import UserError
+from marey.core.files import atomic_write, sync_folder
+from marey.training.folders import LAST, SUFFIX, checkpoint_name
+from marey.training.watch import Watch
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes under a temporary name, flushes to disk, renames. Reads tensors and plain values only."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """``torch.save`` of ``checkpoint``, whole or not at all."""
+        assert storage_options is None
+        try:
+            with atomic_write(path) as file:
+                torch.save(checkpoint, file)
+        except OSError as error:
+            raise UserError(
+                f"the checkpoint {path} cannot be written ({error.strerror or error}); earlier checkpoints are "
+                "untouched: free the disk or set checkpoint.dirpath, then resume from the newest"
+            ) from error
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = "cpu",
+        weights_only: bool | None = True,  # noqa: ARG002  # a file that would run code is never loaded
+    ) -> dict[str, Any]:
+        """``torch.load`` that executes nothing from the file."""
+        content: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
+        return content
+
+
+class CheckpointWriter(Checkpoint):
+    """Saves right after the optimizer step, before the loop moves on, so that a resume starts where this ended.
+
+    ``complete(checkpoint)`` adds what belongs to this program; ``written(path, removed)`` is told of every file once
+    it is on disk, on rank 0. ``keep_names`` are files of an earlier run in the same folder, never written over.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        *,
+        watch: Watch,
+        complete: Callable[[pl.Trainer, dict[str, Any]], None],
+        written: Callable[[Path, int, int, list[Path]], None],
+        keep_names: frozenset[str] = frozenset(),
+    ) -> None:
+        self.folder, self.config = folder, config
+        self.saved: list[Path] = []
+        """What this run wrote and kept, oldest first."""
+        self._watch, self._complete, self._written, self._keep_names = watch, complete, written, keep_names
+
+    def on_train_start(self, trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
+        """Count the epoch that a resume begins, where Lightning forgets to.
+
+        Resuming from the last step of an epoch, Lightning 2.6 closes that epoch and starts the next without counting
+        it as started; a checkpoint of such a run could not be resumed in its turn.
+        """
+        progress = trainer.fit_loop.epoch_progress
+        if trainer.ckpt_path is not None and progress.current.ready == progress.current.processed:
+            progress.increment_ready()
+            progress.increment_started()
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        _pl_module: pl.LightningModule,
+        _outputs: Any,
+        _batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Every n optimizer steps, and at the run's last."""
+        if not self._watch.stepped(batch_idx):
+            return
+        if trainer.global_step % self.config.every_n_train_steps == 0 or self._watch.ending is not None:
+            self.save(trainer)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, _pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the ``marey`` entry and the averaged weights."""
+        self._complete(trainer, checkpoint)
+
+    def save(self, trainer: pl.Trainer) -> None:
+        """Write the checkpoint of this step; then point ``last.ckpt`` at it; then remove what is too old."""
+        path = self.folder / self._name(epoch=trainer.current_epoch, step=trainer.global_step)
+        trainer.save_checkpoint(path)
+        if not trainer.is_global_zero:
+            return
+        if self.config.save_last:
+            link_last(path)
+        self.saved = [*(old for old in self.saved if old != path), path]
+        removed = self._remove_old(trainer)
+        self._written(path, trainer.global_step, trainer.current_epoch, removed)
+
+    def _name(self, *, epoch: int, step: int) -> str:
+        name = checkpoint_name(
+            self.config.filename, epoch=epoch, step=step, insert_names=self.config.auto_insert_metric_name
+        )
+        version, free = 0, name
+        while free in self._keep_names:
+            version += 1
+            free = f"{name.removesuffix(SUFFIX)}-v{version}{SUFFIX}"
+        return free
+
+    def _remove_old(self, trainer: pl.Trainer) -> list[Path]:
+        keep = self.config.save_top_k
+        if keep < 0 or len(self.saved) <= keep:
+            return []
+        resumed = None if trainer.ckpt_path is None else Path(trainer.ckpt_path).resolve()
+        old = [path for path in self.saved[: len(self.saved) - keep] if path.resolve() != resumed]
+        for path in old:
+            path.unlink(missing_ok=True)
+        self.saved = [path for path in self.saved if path not in old]
+        return old
+
+
+def link_last(path: Path) -> Path:
+    """Make ``last.ckpt`` beside ``path`` the same file, in one step; a copy where the disk has no hard links."""
+    last = path.with_name(LAST)
+    temporary = path.with_name(f".{LAST}.{secrets.token_hex(4)}.tmp")
+    try:
+        os.link(path, temporary)
+        temporary.replace(last)
+        # Renaming one hard link onto another of the same file does nothing and leaves the first.
+        temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        with atomic_write(last) as target, path.open("rb") as source:
+            shutil.copyfileobj(source, target)
+    return last
+
+
+def check_retention(config: CheckpointConfig) -> None:
+    """Refuse to train for nothing.
+
+    Raises:
+        UserError: a configuration that would keep no checkpoint at all.
+    """
+    checkpoint_name(config.filename, epoch=0, step=0)
+    if config.save_top_k == 0 and not config.save_last:
+        raise UserError(
+            "checkpoint.save_top_k=0 with checkpoint.save_last=false would keep no checkpoint at all; set "
+            "checkpoint.save_top_k=1 or checkpoint.save_last=true"
+        )

@@ -1,0 +1,105 @@
+"""What a person sees while a run goes on: a bar on a terminal, a plain line every ten seconds elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from marey.core.progress import Progress
+from marey.training.metrics import MetricsFile
+from marey.training.watch import Watch
+
+VALIDATION_COLUMNS = ("step", "epoch", "val/loss", "val/invariance", "val/sigreg")
+
+
+class Console(pl.Callback):
+    """Progress in optimizer steps, with loss, rate and time left. Rank 0 only."""
+
+    def __init__(self, *, watch: Watch, total_steps: int | None, done_steps: int) -> None:
+        self._watch = watch
+        self._total = None if total_steps is None else total_steps - done_steps
+        self._stack = ExitStack()
+        self._progress: Progress | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
+        """Show the bar."""
+        if trainer.is_global_zero:
+            self._progress = self._stack.enter_context(Progress("train", total=self._total, unit="steps"))
+
+    def on_train_batch_end(
+        self,
+        _trainer: pl.Trainer,
+        _pl_module: pl.LightningModule,
+        _outputs: Any,
+        _batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """One step further."""
+        if self._progress is None or not self._watch.stepped(batch_idx):
+            return
+        report = self._watch.report
+        assert report is not None
+        rate = report.clips / max(report.seconds, 1e-9)
+        self._progress.advance(
+            1, note=f"step {report.step}, epoch {report.epoch}, loss {report.loss:.4f}, {rate:.1f} clips/s"
+        )
+
+    def on_train_end(self, _trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
+        """Leave the terminal as it was."""
+        self._stack.close()
+
+    def on_exception(self, _trainer: pl.Trainer, _pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave the terminal as it was, without a line that says the work is done."""
+        self._stack.__exit__(type(exception), exception, exception.__traceback__)
+
+
+class Validation(pl.Callback):
+    """Averages the validation losses over micro-steps and ranks, and writes ``validation.csv``."""
+
+    def __init__(self, path: Path, *, say: Callable[[str], None], after_step: int) -> None:
+        self._file = MetricsFile(path, VALIDATION_COLUMNS)
+        self._say, self._after_step = say, after_step
+        self._sums: dict[str, Any] = {}
+        self._count = 0
+
+    def on_fit_start(self, trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
+        """Open the file."""
+        if trainer.is_global_zero:
+            self._file.start(after_step=self._after_step)
+
+    def on_validation_epoch_start(self, _trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
+        """Begin anew."""
+        self._sums, self._count = {}, 0
+
+    def on_validation_batch_end(
+        self,
+        _trainer: pl.Trainer,
+        _pl_module: pl.LightningModule,
+        outputs: Any,
+        _batch: Any,
+        _batch_idx: int,
+        _dataloader_idx: int = 0,
+    ) -> None:
+        """Add one micro-step."""
+        self._count += 1
+        for name, value in outputs.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value.detach()
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
+        """One row."""
+        if not self._count or trainer.sanity_checking:
+            return
+        means = {
+            name: float(trainer.strategy.reduce(total / self._count, reduce_op="mean"))
+            for name, total in self._sums.items()
+        }
+        if trainer.is_global_zero:
+            row = {f"val/{name}": value for name, value in means.items()}
+            self._file.append({"step": trainer.global_step, "epoch": trainer.current_epoch, **row})
+            self._say(f"validation at step {trainer.global_step}: loss {means['loss']:.4f}")
+            for logger in trainer.loggers:
+                logger.log_metrics(row, step=trainer.global_step)

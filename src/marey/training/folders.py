@@ -1,0 +1,67 @@
+"""Where checkpoints go and what they are called; no torch here, so that a wrong folder is refused at once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from marey.core.errors import UserError
+
+SUFFIX = ".ckpt"
+LAST = f"last{SUFFIX}"
+_FIELD = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
+
+
+def check_folder(checkpoint_dir: Path, resume_path: Path | None) -> None:
+    """Refuse a folder that holds another run's checkpoints. Creates nothing.
+
+    A resume from a checkpoint in the folder is the same run.
+
+    Raises:
+        UserError: naming one of the checkpoints and both ways out.
+    """
+    if checkpoint_dir.exists() and not checkpoint_dir.is_dir():
+        raise UserError(f"checkpoint.dirpath={checkpoint_dir} is a file, not a folder; set another checkpoint.dirpath")
+    found = checkpoints_in(checkpoint_dir)
+    if not found:
+        return
+    if resume_path is not None and resume_path.resolve().parent == checkpoint_dir.resolve():
+        return
+    newest = checkpoint_dir / LAST if checkpoint_dir / LAST in found else found[-1]
+    raise UserError(
+        f"the checkpoint folder {checkpoint_dir} holds checkpoints of another run ({newest.name}); "
+        f"set checkpoint.dirpath to another folder, or continue that run with "
+        f"resume.ckpt_path={newest} resume.weights_only=false"
+    )
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The complete checkpoints directly inside ``folder``, by name; what a dying write leaves is none."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.suffix == SUFFIX and not path.name.startswith("."))
+
+
+def checkpoint_name(template: str, *, epoch: int, step: int, insert_names: bool = False) -> str:
+    """A step checkpoint's file name. The optimizer step is part of every name, whatever the template says.
+
+    ``insert_names`` writes ``epoch=0003`` for ``{epoch:04d}`` (``checkpoint.auto_insert_metric_name``).
+
+    Raises:
+        UserError: the template names a field other than epoch and step, or is no name in the folder.
+    """
+    fields = {match.group(1) for match in _FIELD.finditer(template)}
+    if "step" not in fields:
+        template += "-step-{step:07d}"
+    if insert_names:
+        template = re.sub(r"\{(\w+)", r"\1={\1", template)
+    try:
+        name = template.format(epoch=epoch, step=step)
+    except (KeyError, ValueError, IndexError) as error:
+        raise UserError(
+            f"checkpoint.filename={template} cannot be filled in ({error}); only {{epoch}} and {{step}} are "
+            'known, as in "epoch-{epoch:04d}"'
+        ) from error
+    if not name or Path(name).name != name or name.startswith("."):
+        raise UserError(f"checkpoint.filename={template} is not a plain file name; put folders into checkpoint.dirpath")
+    return name + SUFFIX

@@ -1,0 +1,175 @@
+"""Starting from a checkpoint: what may differ from the run that wrote it, and which weights are taken."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from marey.config.schema import EncoderConfig, describe
+from marey.core.errors import UserError
+
+# Changing these changes how a run is carried out or watched, not what it computes.
+HARMLESS = (
+    "checkpoint",
+    "data.name",
+    "data.num_episodes",
+    "data.val",
+    "loader.micro_batch_size",
+    "loader.normalize_on_gpu",
+    "loader.num_workers",
+    "loader.persistent_workers",
+    "loader.pin_memory",
+    "loader.prefetch_factor",
+    "loader.timeout",
+    "on_nonfinite",
+    "recipe",
+    "resume",
+    "trainer.check_val_every_n_epoch",
+    "trainer.default_root_dir",
+    "trainer.detect_anomaly",
+    "trainer.enable_autolog_hparams",
+    "trainer.enable_checkpointing",
+    "trainer.enable_model_summary",
+    "trainer.enable_progress_bar",
+    "trainer.limit_predict_batches",
+    "trainer.limit_test_batches",
+    "trainer.limit_val_batches",
+    "trainer.log_every_n_steps",
+    "trainer.logger",
+    "trainer.max_epochs",
+    "trainer.max_steps",
+    "trainer.max_time",
+    "trainer.min_epochs",
+    "trainer.min_steps",
+    "trainer.num_sanity_val_steps",
+    "trainer.profiler",
+    "trainer.val_check_interval",
+    "wandb",
+)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint this program wrote, on the CPU. Nothing in the file is executed.
+
+    Raises:
+        UserError: missing, damaged, would execute code, or not a training checkpoint of this program.
+    """
+    if not path.is_file():
+        raise UserError(f"resume.ckpt_path={path} is not a file; give a .ckpt file of an earlier run")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"resume.ckpt_path={path} holds more than tensors and plain values, and loading the rest would execute "
+            "code from the file; give a checkpoint written by `marey train`"
+        ) from error
+    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"resume.ckpt_path={path} cannot be read ({reason}); give another checkpoint") from error
+    about = content.get("marey") if isinstance(content, dict) else None
+    if not isinstance(about, dict) or about.get("format") != 1 or not isinstance(content.get("state_dict"), dict):
+        raise UserError(
+            f"resume.ckpt_path={path} was not written by this version of `marey train`; give a checkpoint that was"
+        )
+    return dict(content)
+
+
+def load_weights(
+    module: nn.Module,
+    checkpoint: Mapping[str, Any],
+    *,
+    weights: Literal["online", "ema"],
+    ema_key: str,
+    path: Path,
+) -> None:
+    """Load weights alone, every name and shape matching.
+
+    ``ema`` takes the averaged tensors for what the average covers (the encoder) and the online ones for the rest.
+
+    Raises:
+        UserError: no average in the checkpoint, or weights of another model.
+    """
+    state = dict(checkpoint["state_dict"])
+    if weights == "ema":
+        averaged = checkpoint.get(ema_key)
+        if not averaged:
+            raise UserError(
+                f"resume.weights=ema asks for averaged weights and {path} has none; set resume.weights=online"
+            )
+        state.update(averaged)
+    try:
+        module.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        detail = str(error).strip().splitlines()[-1].strip()
+        raise UserError(
+            f"the weights in {path} do not fit this model ({detail}); use the model.* and projector.* settings "
+            "that `marey inspect` shows for it"
+        ) from error
+
+
+def check_same_experiment(
+    old: Mapping[str, Any], config: EncoderConfig, *, path: Path, allow: Sequence[str]
+) -> list[str]:
+    """Refuse an exact resume whose configuration would make it another experiment.
+
+    ``allow`` names keys, or sections, whose change is accepted. Returns the accepted changes, for the receipt.
+
+    Raises:
+        UserError: listing every change that is not accepted.
+    """
+    changes = {
+        key: (before, after) for key, before, after in _changes(old, describe(config)) if not _covers(HARMLESS, key)
+    }
+    refused = [f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if not _covers(allow, key)]
+    if refused:
+        keys = ",".join(key for key in changes if not _covers(allow, key))
+        raise UserError(
+            f"resuming {path} exactly would change the experiment: {'; '.join(refused)}; set these keys back, or "
+            f"accept the change with 'resume.allow_changes=[{keys}]'"
+        )
+    return [f"{key}: {before} -> {after}" for key, (before, after) in changes.items()]
+
+
+def check_same_data(
+    old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], *, path: Path, allow: Sequence[str]
+) -> None:
+    """Refuse an exact resume on data that is no longer what it was.
+
+    Raises:
+        UserError: naming the first source that differs, and how.
+    """
+    if _covers(allow, "data.train"):
+        return
+    for index, (before, after) in enumerate(zip(old, new, strict=False)):
+        for key in ("version", "usable_episodes", "clips_per_epoch"):
+            if before.get(key) != after.get(key):
+                raise UserError(
+                    f"resuming {path} exactly needs the data it was trained on, and source {index} "
+                    f"({after.get('path')}) has changed: {key} was {before.get(key)} and is {after.get(key)}; "
+                    "restore the data, or accept the change with 'resume.allow_changes=[data.train]'"
+                )
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    before, after = dict(_flat(old)), dict(_flat(new))
+    for key in sorted(before.keys() | after.keys()):
+        a, b = before.get(key), after.get(key)
+        if a != b:
+            yield key, a, b
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(inner) if isinstance(inner, tuple) else inner
+
+
+def _covers(names: Collection[str], key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)

@@ -1,0 +1,60 @@
+"""Ctrl-C and SIGTERM as a request: finish the step, save, end. A second one means now."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Whether someone asked the run to stop. ``with StopRequest(say):`` listens; leaving restores what listened.
+
+    Lightning installs handlers of its own when training begins, one of which broadcasts from inside the handler;
+    ``listen`` is called again then, and its own are the ones that stay.
+    """
+
+    def __init__(self, say: Callable[[str], None], forward: Callable[[int], None] | None = None) -> None:
+        self.requested: str | None = None
+        self.aborted = False
+        self.forward = forward
+        """Passes the signal on to the ranks this process started."""
+        self._say = say
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if _in_main_thread():
+            self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.listen()
+        return self
+
+    def listen(self) -> None:
+        """Handle the signals from here on (only the main thread may)."""
+        if _in_main_thread():
+            for number in SIGNALS:
+                signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.requested is not None and number == signal.SIGINT:
+            self.aborted = True
+            raise KeyboardInterrupt
+        if self.requested is None:
+            self.requested = name
+            what = "Ctrl-C" if number == signal.SIGINT else name
+            self._say(f"{what}: finishing this step and saving; once more Ctrl-C stops at once")
+            if self.forward is not None and number != signal.SIGINT:
+                # A terminal sends Ctrl-C to every process; SIGTERM reaches this one alone.
+                self.forward(number)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
