@@ -58,6 +58,8 @@ def demo(
     else in ``out`` is touched. steps: optimizer steps, None for the recipe's. videos: a person's own files.
     Raises UserError where ``out`` cannot be used, ``videos`` hold nothing that decodes, or training refuses.
     """
+    # Loader, trainer and probes share the cores: threads that spin while they wait take them from each other.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     out = out.expanduser().absolute()
     report = claim_report(out)
     data = _own_videos(videos.expanduser(), out, say=say) if videos is not None else _digits()
@@ -217,7 +219,7 @@ def stream(command: Sequence[str], *, log: Path, say: Say) -> None:
     )
     assert process.stdout is not None
     last = ""
-    with log.open("w", encoding="utf-8") as file, _stops_are_interrupts():
+    with process.stdout, log.open("w", encoding="utf-8") as file, _stops_are_interrupts():
         try:
             for line in process.stdout:
                 file.write(line)

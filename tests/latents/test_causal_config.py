@@ -103,8 +103,7 @@ def manifest(
 
 @pytest.fixture(scope="module")
 def defaults() -> dict[str, Any]:
-    plain = compose_container(["data.train=x"], config_name="causal_video")
-    return plain
+    return compose_container(["data.train=x"], config_name="causal_video")
 
 
 def test_make_config_writes_a_complete_run_that_reads_back_as_itself(tmp_path: Path, defaults: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,7 @@ def test_wan_latents_are_the_normalised_mode_of_a_causal_autoencoder(wan_folder:
     assert latent_frames(9, codec) == 3
     assert torch.equal(latents, codec.encode(video))
 
-    import diffusers
-
+    diffusers: Any = importlib.import_module("diffusers")
     model = diffusers.AutoencoderKLWan.from_pretrained(str(wan_folder), low_cpu_mem_usage=False).eval()
     with torch.no_grad():
         mode = model.encode(video.permute(1, 0, 2, 3)[None] / 127.5 - 1).latent_dist.mode()[0]

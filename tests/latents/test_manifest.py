@@ -193,7 +193,7 @@ def test_the_split_is_fixed_for_ever(tmp_path: Path) -> None:
 
 def test_an_empty_side_is_refused(tmp_path: Path) -> None:
     manifest = read_manifest(minimal(tmp_path, 1), check_files=False)
-    with pytest.raises(UserError, match="holding out 0.001 of 2 clips .* leaves the validation side empty"):
+    with pytest.raises(UserError, match=r"holding out 0.001 of 2 clips .* leaves the validation side empty"):
         hold_out([manifest, manifest], 0.001)
     with pytest.raises(UserError, match="leaves the training side empty"):
         hold_out([manifest], 0.999)
@@ -212,3 +212,11 @@ def test_a_hundred_thousand_rows_are_checked_within_two_seconds(tmp_path: Path) 
     manifest = read_manifest(path, check_files=False)
     assert time.process_time() - start < 2
     assert manifest.nbytes / len(manifest) < 100
+
+
+def test_line_breaks_in_texts_survive_files_of_many_blocks(tmp_path: Path) -> None:
+    text = "first line, then\nsecond line of a longer instruction"
+    rows = 40_000
+    body = "".join(f'c{i},c{i}.npy,{8 + i % 5},"{text} {i}"\n' for i in range(rows))
+    manifest = read_manifest(write(tmp_path, body, "clip_id,path,length_frames,text\n"), check_files=False)
+    assert manifest.texts("text") == [f"{text} {i}" for i in range(rows)]

@@ -337,5 +337,26 @@ def test_half_precision_autocast_gives_nearly_the_same_encoding(attn_mode: str) 
         with torch.autocast("cpu", dtype=torch.bfloat16):
             (rough,) = model.encode_groups([tokens])
             (summary,) = model.summarise_groups([tokens])
-    assert torch.nn.functional.cosine_similarity(exact, rough.float(), dim=-1).min() > 0.999
-    assert torch.nn.functional.cosine_similarity(exact[:, 0], summary.float(), dim=-1).min() > 0.999
+    similarity = torch.nn.functional.cosine_similarity
+    assert similarity(exact, rough.float(), dim=-1).min() > 0.999
+    assert similarity(exact[:, 0], summary.float(), dim=-1).min() > 0.999
+
+
+def test_autocast_leaves_the_residual_stream_in_float32() -> None:
+    model = build_encoder(model_config(), seed=0)
+    streams = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _module, _inputs, out: streams.append(out.dtype))
+    video = torch.randn(1, 3, 4, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(video)
+    assert streams == [torch.float32] * 4
+
+
+@pytest.mark.parametrize("use_rope", [True, False])
+def test_inference_mode_gives_the_same_encoding(use_rope: bool) -> None:
+    model = encoder(use_rope=use_rope)
+    video = torch.randn(1, 3, 4, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        inferred = model(video)
+    assert torch.equal(inferred, model(video).detach())

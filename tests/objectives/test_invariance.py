@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from marey.config.schema import ProjectorConfig, SigregKwargs
+from marey.core.pixelstats import normalize_patches
 from marey.core.tokens import TokenGroup, ViewChunk, grid_positions
 from marey.models.projector import build_projector
 from marey.objectives.base import StepOutput
@@ -210,6 +211,28 @@ def test_half_precision_autocast_gives_nearly_the_same_loss_with_float32_statist
     rough.loss.backward()
     assert {part.dtype for part in rough.parts.values()} == {torch.float32}
     assert float(rough.loss.detach()) == pytest.approx(float(exact.loss.detach()), rel=0.02)
+
+
+def test_a_loss_without_gradient_is_the_same_loss() -> None:
+    model = objective()
+    expected = model.forward_train_batch(chunks(2), micro_step=0).loss.detach()
+    with torch.no_grad():
+        assert torch.equal(model.forward_train_batch(chunks(2), micro_step=0).loss, expected)
+
+
+def test_patches_normalised_by_the_loader_give_the_same_loss() -> None:
+    model = objective()
+    (chunk,) = chunks(8)
+    ready = chunk._replace(
+        views_global=chunk.views_global._replace(
+            patches=normalize_patches(chunk.views_global.patches, dtype=torch.float64)
+        ),
+        views_local=chunk.views_local._replace(
+            patches=normalize_patches(chunk.views_local.patches, dtype=torch.float64)
+        ),
+    )
+    a, b = (model.forward_train_batch([x], micro_step=0).loss.detach() for x in (chunk, ready))
+    assert torch.equal(a, b)
 
 
 def test_the_checkpoint_holds_encoder_and_projector_and_nothing_else() -> None:

@@ -109,6 +109,9 @@ def test_the_same_command_again_has_nothing_to_do_and_another_is_refused(clips: 
     assert not first.already_complete
     assert "already complete" in again.text()
     assert FrameStore.open(out).version == version
+    report_path(out).unlink()
+    without = ingest([str(clips / "0.mp4")], out)
+    assert (without.already_complete, without.frames, without.hours) == (True, first.frames, first.hours)
     with pytest.raises(UserError, match=r"quality=90.*quality=80"):
         ingest([str(clips / "0.mp4")], out, quality=80)
     with pytest.raises(UserError, match="other files"):

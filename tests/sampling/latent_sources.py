@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,14 +26,13 @@ def manifest(
     starts: Sequence[int] | None = None,
 ) -> Manifest:
     ids = [f"{name}{i}" for i in range(len(lengths))]
-    known = canvases is not None
     return Manifest(
         path=Path(f"{name}.csv"),
         table=pa.table({"clip_id": ids, "path": [f"{i}.npy" for i in ids]}),
         length_frames=np.asarray(lengths, dtype=np.int64),
         start=np.zeros(len(lengths), dtype=np.int64) if starts is None else np.asarray(starts, dtype=np.int64),
-        height=np.array([h for h, _ in canvases], dtype=np.int64) if known else None,
-        width=np.array([w for _, w in canvases], dtype=np.int64) if known else None,
+        height=None if canvases is None else np.array([h for h, _ in canvases], dtype=np.int64),
+        width=None if canvases is None else np.array([w for _, w in canvases], dtype=np.int64),
         fps=None if fps is None else np.full(len(lengths), fps),
         clip_keys=text_keys(ids),
         ignored_columns=(),
@@ -40,14 +40,14 @@ def manifest(
 
 
 def source(
-    name: str, lengths: Sequence[int], *, stride: int | None = None, lead: int = 0, **columns: object
+    name: str, lengths: Sequence[int], *, stride: int | None = None, lead: int = 0, **columns: Any
 ) -> SourceWindows:
     return SourceWindows(
         name,
         manifest(name, lengths, **columns),
         Geometry(BUCKETS, seed=0),
         stride=stride,
-        lead=lead,  # type: ignore[arg-type]
+        lead=lead,
     )
 
 

@@ -219,7 +219,7 @@ def test_what_a_weight_counts_is_what_it_says() -> None:
     names, weights = ["a", "b"], [1.0, 3.0]
     assert draw_shares(names, weights, [10, 2], meaning="by_draw") == [Fraction(1, 4), Fraction(3, 4)]
     for meaning in ("by_size", "by_hours", "by_frames", "by_tokens"):
-        assert draw_shares(names, weights, [10, 2], meaning=meaning) == [Fraction(5, 8), Fraction(3, 8)]  # type: ignore[arg-type]
+        assert draw_shares(names, weights, [10, 2], meaning=meaning) == [Fraction(5, 8), Fraction(3, 8)]
 
 
 def test_seeds_and_names_key_the_order() -> None:

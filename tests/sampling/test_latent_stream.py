@@ -54,7 +54,7 @@ def test_a_mixture_is_read_split_drawn_and_loaded(tmp_path: Path) -> None:
 
     loader = DataLoader(
         LatentDataset(LatentAdapter()),
-        batch_sampler=MicrobatchSampler(stream, epoch=0, rank=0),  # type: ignore[arg-type]
+        batch_sampler=MicrobatchSampler(stream, epoch=0, rank=0),
         collate_fn=list,
     )
     for batch in loader:

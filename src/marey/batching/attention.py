@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from marey.batching.segments import AttentionLayout, Group, Part, Selection
+from marey.batching.segments import AttentionLayout, Group, Part, Selection, UnitMask
 from marey.batching.visibility import visibility_matrix
 
 
@@ -24,9 +24,11 @@ def _take(x: Tensor, selection: Selection) -> Tensor:
     return x[:, selection] if isinstance(selection, slice) else x.index_select(1, selection)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: UnitMask | None) -> Tensor:
     """``[g, N, H, d]`` -> ``[g, N, H, d]``."""
-    out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+    out = scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=None if mask is None else mask.tokens
+    )
     return out.transpose(1, 2)
 
 

@@ -32,13 +32,29 @@ class Units(NamedTuple):
     """units of each sequence; their sum is U"""
 
 
+@dataclass(frozen=True, eq=False)
+class UnitMask:
+    """Which keys count, decided between units; spelled out for tokens only where a kernel asks."""
+
+    seen: Tensor
+    """bool ``[samples, 1 or units of queries, units of keys]``"""
+    query_tokens: int
+    key_tokens: int
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """bool ``[samples, 1, 1 or queries, keys]``"""
+        rows = self.seen if self.seen.shape[1] == 1 else self.seen.repeat_interleave(self.query_tokens, dim=1)
+        return rows.repeat_interleave(self.key_tokens, dim=2).unsqueeze(1)
+
+
 class Part(NamedTuple):
     """Queries of a sequence that all see the same keys of it (or, with a mask, all queries and all keys)."""
 
     queries: Selection
     keys: Selection
-    mask: Tensor | None
-    """bool ``[samples, 1, 1 or queries, keys]``, where padding is computed and masked away"""
+    mask: UnitMask | None
+    """where padding is computed and masked away"""
 
 
 class Group(NamedTuple):
@@ -182,8 +198,7 @@ def rectangle(queries: Units, keys: Units) -> AttentionLayout:
         Labels(*(field.reshape(samples, -1) for field in keys.labels)),
     )
     same_for_all = bool((seen == seen[:, :1]).all())
-    seen = seen[:, :1] if same_for_all else seen.repeat_interleave(int(queries.tokens[0]), dim=1)
-    mask = seen.repeat_interleave(int(keys.tokens[0]), dim=2).unsqueeze(1)
+    mask = UnitMask(seen[:, :1] if same_for_all else seen, int(queries.tokens[0]), int(keys.tokens[0]))
     nq, nk = (int(units.tokens.sum()) // samples for units in (queries, keys))
     everything = slice(None)
     return AttentionLayout((Group(samples, nq, nk, (Part(everything, everything, mask),)),), queries, keys)

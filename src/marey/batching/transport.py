@@ -171,7 +171,9 @@ def collate(samples: Sequence[LatentSample], *, mode: Mode, pad_to_multiple_of: 
     for sample in samples:
         refuse_nonfinite(sample)
     _refuse_unequal_shapes(samples, mode=mode)
-    has_text = _present(samples, "text", "give every clip a text, or set data.text_conditioning=disabled for the whole run")
+    has_text = _present(
+        samples, "text", "give every clip a text, or set data.text_conditioning=disabled for the whole run"
+    )
     has_condition = _present(samples, "condition_latent", "store the condition frame of every clip, or of none")
 
     lengths = tuple(sample.valid_frames for sample in samples)

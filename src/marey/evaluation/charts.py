@@ -25,14 +25,15 @@ def ticks(low: float, high: float, *, about: int = 5) -> list[float]:
     """Round values (1, 2 or 5 times a power of ten) that cover ``low..high``."""
     if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError(f"a chart needs finite limits, not {low}..{high}")
-    if high <= low:
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):  # level, as far as a chart can show
         pad = abs(low) * 0.1 or 1.0
         low, high = low - pad, high + pad
     raw = (high - low) / max(1, about)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1.0, 2.0, 5.0, 10.0) if m * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    decimals = max(0, 1 - math.floor(math.log10(step)))
+    return [round(i * step, decimals) for i in range(first, last + 1)]
 
 
 def number(value: float) -> str:

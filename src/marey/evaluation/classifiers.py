@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 NEIGHBOURS = 20
 TEMPERATURE = 0.07
 STRENGTHS = (0.001, 0.01, 0.1, 1.0, 10.0)
 ITERATIONS = 1000
+SINGLE_THREAD_SIZE = 4_000_000
 
 Floats = NDArray[np.float32]
 
@@ -71,6 +73,8 @@ def fit_linear(x: Floats, y: NDArray[np.int64], *, classes: int, strength: float
     model = LogisticRegression(C=strength, max_iter=ITERATIONS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
-        model.fit((x - mean) / scale, y)
+        # The solver is a chain of small products: below this size more threads only wait for each other.
+        with threadpool_limits(1 if x.size < SINGLE_THREAD_SIZE else None):
+            model.fit((x - mean) / scale, y)
     converged = not any(issubclass(item.category, ConvergenceWarning) for item in caught)
     return LinearFit(mean, scale, model, strength, converged, classes)

@@ -82,7 +82,7 @@ def evaluate(
     loaded = load_encoder(checkpoint)
     encoders = {PRETRAINED: loaded.encoder, RANDOM: random_twin(loaded)}
     notes = [loaded.info.remark()]
-    galleries = []
+    galleries: list[Gallery] = []
     for path in (train, held_out):
         if path is None:
             continue
@@ -218,7 +218,7 @@ def receipt_facts(run: Path, checkpoint: Path, loaded: LoadedEncoder) -> dict[st
         "data": data_words(config),
         "seed": str(config.get("seed")),
         "weights probed": f"{loaded.info.weights}",
-        "how it ended": " ".join(filter(None, (dig(receipt, "status"), dig(receipt, "how_it_ended")))) or missing,
+        "how it ended": str(receipt.get("how_it_ended") or receipt.get("status") or missing),
         "checkpoint": str(checkpoint),
         "full receipt": str(run / "receipt.json"),
     }

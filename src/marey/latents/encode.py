@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -37,13 +37,28 @@ class FramesWanted(NamedTuple):
 class FrameSource(Protocol):
     """Episodes of stored frames: what this module needs of a frame store."""
 
-    name: str
-    version: str
-    lengths: NDArray[np.int64]
-    files: list[str]
-    rate: float | None
-    read: Callable[..., list[torch.Tensor]]
-    """A sequence of (episode, steps) -> uint8 ``[T, 3, H, W]`` for each."""
+    @property
+    def name(self) -> str:
+        """What clips are named after."""
+
+    @property
+    def version(self) -> str:
+        """Changes whenever the content does."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """``[episodes]``: stored frames of each."""
+
+    @property
+    def files(self) -> list[str]:
+        """``[episodes]``: the video that each came from."""
+
+    @property
+    def rate(self) -> float | None:
+        """Stored frames per second."""
+
+    def read(self, requests: Sequence[Any]) -> list[torch.Tensor]:
+        """uint8 ``[T, 3, H, W]`` for each (episode, steps)."""
 
 
 class Encoded(NamedTuple):

@@ -47,8 +47,8 @@ class VideoTransformerSize:
     def __post_init__(self) -> None:
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise UserError(
-                f"model.hidden={self.width} over model.heads={self.heads} does not give an even number of channels per head: "
-                "choose heads that divide half of hidden"
+                f"model.hidden={self.width} over model.heads={self.heads} does not give an even number of channels per "
+                "head: choose heads that divide half of hidden"
             )
 
     @property

@@ -201,7 +201,8 @@ class VisionTransformer(nn.Module):
         if all(p.dtype == flat[0].dtype for p in flat):
             flat = [torch.cat(flat)] if len(flat) > 1 else flat
         pixels = [normalize_patches(p, dtype=dtype) if p.dtype == torch.uint8 else p.to(dtype) for p in flat]
-        embedded = self.patch_embed(torch.cat(pixels) if len(pixels) > 1 else pixels[0])
+        # Under autocast too the residual stream keeps the parameters' precision: it sums 2*depth branches.
+        embedded = self.patch_embed(torch.cat(pixels) if len(pixels) > 1 else pixels[0]).to(dtype)
         pieces = []
         for part, where, n in zip(
             torch.split(embedded, [p.shape[0] * p.shape[1] for p in patches]), positions, counts, strict=True
@@ -209,8 +210,7 @@ class VisionTransformer(nn.Module):
             tokens = part.view(n, -1, self.embed_dim)
             if not self.use_rope:
                 tokens = tokens + sincos_embedding(where, width=self.embed_dim, dtype=dtype)
-            cls = self.cls_token.to(tokens.dtype).expand(n, 1, -1)
-            pieces.append(torch.cat((cls, tokens), dim=1).flatten(0, 1))
+            pieces.append(torch.cat((self.cls_token.expand(n, 1, -1), tokens), dim=1).flatten(0, 1))
         x = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         layout = plan_attention(
             positions,

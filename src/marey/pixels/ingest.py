@@ -19,9 +19,10 @@ from marey.core.progress import Progress
 from marey.pixels.committer import Committer
 from marey.pixels.media import Unreadable, regular_size
 from marey.pixels.pool import Finished, Progressed, Refused, default_workers, run_tasks
-from marey.pixels.report import IngestReport, make_report, printable, report_path
+from marey.pixels.report import IngestReport, make_report, printable, report_from_metadata, report_path
 from marey.pixels.sources import Discovery, LabelsMode, VideoFile, discover
 from marey.pixels.storeformat import STORE_FORMAT, partial_path, read_metadata
+from marey.pixels.timeline import MIN_RATE
 from marey.pixels.unfinished import Unfinished, compare_plans
 
 JOB = "marey.pixels.ingest_worker:ingest_file"
@@ -41,7 +42,7 @@ class IngestSettings:
 
     def __post_init__(self) -> None:
         checks = (
-            ("rate", 0 < self.rate <= 1000, "frames per second, above 0 and at most 1000"),
+            ("rate", MIN_RATE <= self.rate <= 1000, f"frames per second, {MIN_RATE:g} to 1000"),
             ("short_edge", self.short_edge is None or self.short_edge >= 8, "pixels, at least 8 (or none)"),
             ("quality", 1 <= self.quality <= 100, "JPEG quality, 1 to 100"),
             ("episode_length", self.episode_length >= 1, "frames, at least 1"),
@@ -214,23 +215,25 @@ class _Meter:
 
     def __init__(self, progress: Progress, sizes: list[float]) -> None:
         self._progress, self._sizes = progress, sizes
-        self._read: dict[int, float] = {}
-        self._frames: dict[int, int] = {}
-        self._files = 0
+        self._read: dict[int, float] = {}  # of files being read
+        self._decoded: dict[int, int] = {}
+        self._files = self._frames = 0  # of files that are done
 
     def reading(self, event: Progressed) -> None:
-        self._frames[event.task] = event.frames
+        self._decoded[event.task] = event.frames
         self._move(event.task, event.fraction * self._sizes[event.task])
 
     def finished(self, source: int, outcome: dict[str, Any]) -> None:
         self._files += 1
-        self._frames[source] = outcome.get("decoded", 0)
+        self._frames += outcome.get("decoded", 0)
+        self._decoded.pop(source, None)
         self._move(source, self._sizes[source])
+        del self._read[source]
 
     def _move(self, source: int, read: float) -> None:
         step = read - self._read.get(source, 0.0)
         self._read[source] = read
-        frames = sum(self._frames.values())
+        frames = self._frames + sum(self._decoded.values())
         note = f"{self._files} of {len(self._sizes)} files, {frames} frames decoded"
         self._progress.advance(step, note=note)
 
@@ -241,14 +244,18 @@ def _already_there(out: Path, plan: dict[str, Any]) -> IngestReport | None:
     other = f"{out} exists and is not a store made by this command; choose another output, or delete it"
     if not (out / "_versions").is_dir():
         raise UserError(other)
-    metadata = read_metadata(lance.dataset(str(out)).schema)
+    try:
+        metadata = read_metadata(lance.dataset(str(out)).schema)
+    except (ValueError, OSError):
+        raise UserError(other) from None
     if "fingerprint" not in metadata:
         raise UserError(other)
     compare_plans(metadata, plan, where=str(out))
     written = report_path(out)
-    if not written.exists():
-        raise UserError(f"{out} is complete, but its report {written} is gone; delete the store to make both again")
-    report = json.loads(written.read_text(encoding="utf-8"))
+    try:
+        report = json.loads(written.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        report = report_from_metadata(out, metadata)
     return IngestReport(**(report | {"already_complete": True}))
 
 

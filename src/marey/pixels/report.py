@@ -123,6 +123,24 @@ def make_report(
     )
 
 
+def report_from_metadata(out: Path, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the report of a finished store whose report file is gone: the totals, without the lists of files."""
+    totals, rate = metadata["totals"], metadata["rate"]
+    return {
+        "out": printable(str(out)),
+        "settings": metadata["settings"],
+        "readings": [],
+        "sources": metadata["sources"],
+        "used": totals["used"],
+        "episodes": totals["episodes"],
+        "frames": totals["frames"],
+        "hours": totals["frames"] / rate / 3600,
+        "bytes": sum(item.stat().st_size for item in out.rglob("*") if item.is_file()),
+        "label_names": metadata["label_names"],
+        "repeats": totals["repeats"],
+    }
+
+
 def printable(text: str) -> str:
     """A path as text that any file can hold, also where its bytes are no UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -14,6 +14,10 @@ MAX_HOLD_S = 10
 time line goes on after one average frame, and the break is counted."""
 
 
+MIN_RATE = 0.001
+"""Stored frames per second; below it a rate is no longer a small fraction."""
+
+
 def as_fraction(rate: float) -> Fraction:
     """``29.97`` -> 2997/100, ``15.0`` -> 15."""
     return Fraction(rate).limit_denominator(100_000)

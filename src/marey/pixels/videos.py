@@ -26,6 +26,7 @@ from marey.pixels.media import Unreadable, modified_ns, regular_size
 from marey.pixels.pool import Progressed, Refused, default_workers, run_tasks
 from marey.pixels.reader import VideoReader
 from marey.pixels.sources import VideoFile, discover
+from marey.pixels.timeline import MIN_RATE
 
 JOB = "marey.pixels.decode:index_job"
 INDEX_FORMAT = 1
@@ -104,6 +105,8 @@ class VideoEpisodes:
         ``stall_s`` seconds without a new frame after which a file is refused. Indices are cached under
         ``core.files.cache_dir()``, so that the next opening reads no video. Raises ``UserError`` if nothing is usable.
         """
+        if rate < MIN_RATE:
+            raise UserError(f"a rate of {rate:g} frames per second is not possible; give at least {MIN_RATE:g}")
         found = discover([path])
         indices, refused = _index_all(found.files, rate, workers=workers or default_workers(), stall_s=stall_s)
         if not indices:

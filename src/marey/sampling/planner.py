@@ -113,6 +113,11 @@ class MicrobatchPlanner:
         """Micro-steps of ``epoch``, the same on every rank; a multiple of ``accumulate``."""
         return self.counts(epoch).micro_steps
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the spatial plan of the last epoch asked for holds (0 without one)."""
+        return 0 if self._plan is None else self._plan[1].nbytes + self._plan[2].nbytes
+
     def dropped(self) -> Ints:
         """int64: the positions of every epoch that no micro-step takes."""
         return np.arange(self._cut, self.draws.epoch_draws, dtype=np.int64)

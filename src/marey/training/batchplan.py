@@ -6,6 +6,7 @@ Legend: S = world size x loader.batch_size, the clips of one micro-step on all r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 from marey.config.schema import EncoderConfig, TrainerConfig
 from marey.core.errors import UserError
@@ -176,3 +177,23 @@ def _too_few(config: EncoderConfig, *, clips: int, world: int) -> str:
         f"({ranks} x loader.batch_size={batch} x accumulate_grad_batches={accumulate}); "
         f"use {', '.join(ways[:-1])} or {ways[-1]}"
     )
+
+
+def max_seconds(trainer: TrainerConfig) -> float | None:
+    """``trainer.max_time`` in seconds: ``DD:HH:MM:SS``, or ``{days, hours, minutes, seconds}``; None without one.
+
+    Raises:
+        UserError: neither of these.
+    """
+    limit = trainer.max_time
+    if limit is None:
+        return None
+    try:
+        if isinstance(limit, dict):
+            return timedelta(**limit).total_seconds()
+        days, hours, minutes, seconds = (int(part) for part in limit.split(":"))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"trainer.max_time={limit} is not a time; write days:hours:minutes:seconds, as in 00:12:00:00"
+        ) from error
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from marey.config.schema import CheckpointConfig
 from marey.core.errors import UserError
 from marey.core.files import atomic_write, sync_folder
 from marey.training.folders import LAST, SUFFIX, checkpoint_name
+from marey.training.record import Record
 from marey.training.watch import Watch
 
 
@@ -50,8 +50,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class CheckpointWriter(Checkpoint):
     """Saves right after the optimizer step, before the loop moves on, so that a resume starts where this ended.
 
-    ``complete(checkpoint)`` adds what belongs to this program; ``written(path, removed)`` is told of every file once
-    it is on disk, on rank 0. ``keep_names`` are files of an earlier run in the same folder, never written over.
+    ``record`` completes each checkpoint and is told of it once it is on disk. ``keep_names`` are files of an earlier
+    run in the same folder, never written over.
     """
 
     def __init__(
@@ -60,14 +60,13 @@ class CheckpointWriter(Checkpoint):
         config: CheckpointConfig,
         *,
         watch: Watch,
-        complete: Callable[[pl.Trainer, dict[str, Any]], None],
-        written: Callable[[Path, int, int, list[Path]], None],
+        record: Record,
         keep_names: frozenset[str] = frozenset(),
     ) -> None:
         self.folder, self.config = folder, config
         self.saved: list[Path] = []
         """What this run wrote and kept, oldest first."""
-        self._watch, self._complete, self._written, self._keep_names = watch, complete, written, keep_names
+        self._watch, self._record, self._keep_names = watch, record, keep_names
 
     def on_train_start(self, trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
         """Count the epoch that a resume begins, where Lightning forgets to.
@@ -76,7 +75,7 @@ class CheckpointWriter(Checkpoint):
         it as started; a checkpoint of such a run could not be resumed in its turn.
         """
         progress = trainer.fit_loop.epoch_progress
-        if trainer.ckpt_path is not None and progress.current.ready == progress.current.processed:
+        if trainer.ckpt_path is not None and progress.current.ready == trainer.current_epoch:
             progress.increment_ready()
             progress.increment_started()
 
@@ -98,19 +97,29 @@ class CheckpointWriter(Checkpoint):
         self, trainer: pl.Trainer, _pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the ``marey`` entry and the averaged weights."""
-        self._complete(trainer, checkpoint)
+        self._record.complete(trainer, checkpoint)
 
     def save(self, trainer: pl.Trainer) -> None:
         """Write the checkpoint of this step; then point ``last.ckpt`` at it; then remove what is too old."""
         path = self.folder / self._name(epoch=trainer.current_epoch, step=trainer.global_step)
+        self.saved = [*(old for old in self.saved if old != path), path]
+        old = self._too_old(trainer)
+        self._record.saved = [kept.name for kept in self.saved if kept not in old]
         trainer.save_checkpoint(path)
         if not trainer.is_global_zero:
             return
-        if self.config.save_last:
-            link_last(path)
-        self.saved = [*(old for old in self.saved if old != path), path]
-        removed = self._remove_old(trainer)
-        self._written(path, trainer.global_step, trainer.current_epoch, removed)
+        size = path.stat().st_size
+        last = link_last(path) if self.config.save_last else path
+        for gone in old:
+            gone.unlink(missing_ok=True)
+        self.saved = [kept for kept in self.saved if kept not in old]
+        self._record.written(
+            last if path in old else path,
+            step=trainer.global_step,
+            epoch=trainer.current_epoch,
+            size=size,
+            removed=old,
+        )
 
     def _name(self, *, epoch: int, step: int) -> str:
         name = checkpoint_name(
@@ -122,16 +131,13 @@ class CheckpointWriter(Checkpoint):
             free = f"{name.removesuffix(SUFFIX)}-v{version}{SUFFIX}"
         return free
 
-    def _remove_old(self, trainer: pl.Trainer) -> list[Path]:
+    def _too_old(self, trainer: pl.Trainer) -> list[Path]:
+        """What ``save_top_k`` no longer keeps; never the file that this run was resumed from."""
         keep = self.config.save_top_k
         if keep < 0 or len(self.saved) <= keep:
             return []
         resumed = None if trainer.ckpt_path is None else Path(trainer.ckpt_path).resolve()
-        old = [path for path in self.saved[: len(self.saved) - keep] if path.resolve() != resumed]
-        for path in old:
-            path.unlink(missing_ok=True)
-        self.saved = [path for path in self.saved if path not in old]
-        return old
+        return [path for path in self.saved[: len(self.saved) - keep] if path.resolve() != resumed]
 
 
 def link_last(path: Path) -> Path:

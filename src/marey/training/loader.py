@@ -22,6 +22,8 @@ from marey.training.workers import init_worker, worker_context
 
 NAMED_FILES = 3
 """How many files a message about a stalled worker names."""
+POLL_S = 2.0
+"""Seconds between two looks at whether the workers still live, while none of them delivers."""
 
 
 class ClipMaker(Protocol):
@@ -76,6 +78,7 @@ class MicroStepLoader:
         self._pin_memory, self._fixed_epoch = pin_memory, fixed_epoch
         self._next = (0, 0)
         self._stream: Iterator[ViewChunk] | None = None
+        self._stuck = False
 
     def __len__(self) -> int:
         """Micro-steps of one epoch."""
@@ -134,7 +137,7 @@ class MicroStepLoader:
             collate_fn=self._collate,
             num_workers=workers,
             prefetch_factor=config.prefetch_factor if workers else None,
-            timeout=config.timeout if workers else 0,
+            timeout=POLL_S if workers else 0,
             pin_memory=self._pin_memory,
             multiprocessing_context=worker_context() if workers else None,
             worker_init_fn=init_worker if workers else None,
@@ -145,25 +148,31 @@ class MicroStepLoader:
 
     def _take(self, micro_step: int, chunk: int) -> ViewChunk:
         assert self._stream is not None
-        try:
-            return next(self._stream)
-        except UserError as error:
-            raise UserError(_innermost(error)) from error
-        except RuntimeError as error:
-            text = str(error)
-            if "timed out after" in text:
-                raise UserError(
-                    f"no clips came for loader.timeout={self._config.timeout} seconds while reading "
-                    f"{self._reading(micro_step, chunk)}; look at these files and their disk, or raise "
-                    "loader.timeout"
-                ) from error
-            if "exited unexpectedly" in text or "killed by signal" in text:
-                raise UserError(
-                    f"a loader worker died while reading {self._reading(micro_step, chunk)} "
-                    f"({text.splitlines()[0]}); most often memory ran out: lower loader.num_workers, "
-                    "loader.prefetch_factor or loader.micro_batch_size"
-                ) from error
-            raise
+        started = time.monotonic()
+        while True:
+            try:
+                return next(self._stream)
+            except UserError as error:
+                raise UserError(_innermost(error)) from error
+            except RuntimeError as error:
+                text = str(error)
+                if "exited unexpectedly" in text or "killed by signal" in text:
+                    raise UserError(
+                        f"a loader worker died while reading {self._reading(micro_step, chunk)} "
+                        f"({text.splitlines()[0]}); most often memory ran out: lower loader.num_workers, "
+                        "loader.prefetch_factor or loader.micro_batch_size"
+                    ) from error
+                if "timed out after" not in text:
+                    raise
+                # Nobody delivered for POLL_S and all workers live: waiting goes on until loader.timeout.
+                limit = self._config.timeout
+                if limit and time.monotonic() - started >= limit:
+                    self._stuck = True
+                    raise UserError(
+                        f"no clips came for loader.timeout={limit} seconds while reading "
+                        f"{self._reading(micro_step, chunk)}; look at these files and their disk, or raise "
+                        "loader.timeout"
+                    ) from error
 
     def _reading(self, micro_step: int, chunk: int) -> str:
         epoch = 0 if self._fixed_epoch else self._next[0]
@@ -181,6 +190,10 @@ class MicroStepLoader:
             return
         atexit.unregister(self.close)
         workers = list(getattr(stream, "_workers", []))
+        if self._stuck:  # asking it to end would wait for it in vain
+            self._stuck = False
+            for worker in workers:
+                worker.kill()
         shutdown = getattr(stream, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()

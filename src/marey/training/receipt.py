@@ -22,6 +22,7 @@ from marey.training.batchplan import BatchPlan
 from marey.training.ema import describe_rule
 
 FORMAT = 1
+Ending = Literal["finished", "stopped on request", "time limit reached"]
 Status = Literal["running", "finished", "stopped on request", "time limit reached", "refused", "failed"]
 PACKAGES = ("torch", "torchvision", "lightning", "numpy", "av", "pylance", "pyarrow", "simplejpeg")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -173,3 +174,59 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _covers(names: Collection[str], key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an exact resume goes on."""
+
+    path: Path
+    step: int
+    """Optimizer steps completed."""
+    epoch: int
+    state: dict[str, Any]
+    """``marey.resume`` of the checkpoint."""
+
+
+def begin(
+    config: EncoderConfig, module: nn.Module, *, world_size: int, data: Sequence[Mapping[str, Any]]
+) -> tuple[Start | None, dict[str, Any] | None]:
+    """Do what ``resume.*`` asks: load weights into ``module`` now, or say where an exact resume goes on.
+
+    ``data`` describes the training sources as the receipt does. Also returns what the receipt says of it.
+
+    Raises:
+        UserError: a checkpoint that cannot be read, does not fit, or would continue as another experiment.
+    """
+    if config.resume.ckpt_path is None:
+        return None, None
+    path = Path(config.resume.ckpt_path).expanduser()
+    exact, weights, allow = not config.resume.weights_only, config.resume.weights, config.resume.allow_changes
+    if exact and weights == "ema":
+        raise UserError(
+            "resume.weights=ema starts a new run from averaged weights and resume.weights_only=false continues an "
+            "old one; set resume.weights_only=true, or resume.weights=online"
+        )
+    checkpoint = read_checkpoint(path)
+    about = checkpoint["marey"]
+    said: dict[str, Any] = {
+        "path": str(path.resolve()),
+        "run_id": about["receipt"].get("run_id"),
+        "step": about["step"],
+        "epoch": about["epoch"],
+        "micro_step": about["micro_step"],
+        "exact": exact,
+        "weights": weights,
+        "allowed_changes": [],
+        "notes": [],
+    }
+    if not exact:
+        load_weights(module, checkpoint, weights=weights, ema_key=config.ema.save_key, path=path)
+        return None, said
+    said["allowed_changes"] = check_same_experiment(about["config"], config, path=path, allow=allow)
+    check_same_data(about["receipt"]["data"]["train"], data, path=path, allow=allow)
+    if about["world_size"] != world_size:
+        said["notes"].append(
+            f"written by {about['world_size']} ranks, continued by {world_size}: equal within rounding, not bit by bit"
+        )
+    return Start(path, about["step"], about["epoch"], about["resume"]), said

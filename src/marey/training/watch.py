@@ -28,6 +28,7 @@ from marey.training.batchplan import BatchPlan
 from marey.training.ledger import Ledger
 from marey.training.loader import MicroStepLoader
 from marey.training.module import MicroStepRecord, TrainingModule
+from marey.training.receipt import Ending
 from marey.training.signals import StopRequest
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -72,7 +73,7 @@ class Watch(pl.Callback):
         file_of: Callable[[int, int], str],
     ) -> None:
         self.report: StepReport | None = None
-        self.ending: str | None = None
+        self.ending: Ending | None = None
         """Why the step just made is the last one; None when more follow."""
         self.trained_seconds = 0.0
         """Of the whole run, earlier sittings included."""
@@ -173,7 +174,7 @@ class Watch(pl.Callback):
         """Whether micro-step ``batch_idx`` of an epoch completed an optimizer step."""
         return (batch_idx + 1) % self._plan.accumulate == 0
 
-    def _why_end(self, trainer: pl.Trainer) -> str | None:
+    def _why_end(self, trainer: pl.Trainer) -> Ending | None:
         step = trainer.global_step
         if self._plan.total_steps is not None and step >= self._plan.total_steps:
             return "finished"

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from marey.core.errors import UserError
+from marey.evaluation import probe as room
+from marey.evaluation.features import video_names
+from marey.evaluation.probe import probe
+from tests.evaluation.coloured_source import ColouredSource
+
+
+@pytest.fixture
+def data(monkeypatch) -> dict[str, ColouredSource]:
+    """Sources by name: where a test puts one, the probe finds it."""
+    found: dict[str, ColouredSource] = {}
+    monkeypatch.setattr(room, "open_clips", lambda path, _preprocessing: found[path])
+    return found
+
+
+def silent(_: str) -> None:
+    pass
+
+
+def test_a_probe_tells_classes_apart_that_pixels_tell_apart(checkpoint, data):
+    data["x"] = ColouredSource([0, 1, 2] * 20)
+    report = probe(checkpoint, "x", say=silent)
+    result = report.result
+    assert (result.train_videos, result.test_videos) == (48, 12)
+    assert result.classes == ["0", "1", "2"]
+    assert result.encoders["pretrained"].linear.accuracy > 0.9
+    assert set(result.encoders) == {"pretrained", "random weights"}
+    assert result.chance.accuracy == pytest.approx(1 / 3)
+    text = report.text()
+    assert "pretrained" in text
+    assert "majority class" in text
+    assert json.loads(json.dumps(report.as_dict()))["encoders"]["pretrained"]["linear"]["videos"] == 12
+
+
+def test_labels_that_say_nothing_score_chance(checkpoint, data, tmp_path: Path):
+    data["x"] = ColouredSource([0, 1, 2] * 40)
+    draw = np.random.default_rng(0).permutation(120) % 3
+    table = tmp_path / "labels.csv"
+    table.write_text("path,kind\n" + "".join(f"{f},k{k}\n" for f, k in zip(data["x"].files, draw, strict=True)))
+    result = probe(checkpoint, "x", labels=table, label_column="kind", say=silent).result
+    assert result.label == "kind"
+    for scores in result.encoders.values():
+        for score in (scores.knn, scores.linear):
+            assert score.low < 1 / 3 + 0.05
+
+
+def test_the_split_is_by_video_and_by_seed(checkpoint, data):
+    source = ColouredSource([0, 1] * 20)
+    source.files = [source.files[i // 2 * 2 % 20 + i % 2] for i in range(40)]  # each file gives two episodes
+    data["x"] = source
+    first, again, other = (probe(checkpoint, "x", seed=s, say=silent).result for s in (0, 0, 1))
+    assert first.as_dict() == again.as_dict()
+    assert (first.train_videos, first.test_videos) == (16, 4)
+    assert (first.train_clips, first.test_clips) == (32, 8)
+    assert first.encoders["pretrained"].linear.videos == 4
+    assert other.test_videos == 4
+
+
+def test_test_data_of_ones_own_is_used_whole(checkpoint, data):
+    data["x"], data["y"] = ColouredSource([0, 1] * 6), ColouredSource([0, 1] * 4, folder="/else")
+    result = probe(checkpoint, "x", test="y", say=silent).result
+    assert (result.train_videos, result.test_videos) == (12, 8)
+
+
+def test_a_video_on_both_sides_is_refused_by_name(checkpoint, data):
+    data["x"], data["y"] = ColouredSource([0, 1] * 6), ColouredSource([0, 1] * 4, folder="/else")
+    data["y"].files[3] = data["x"].files[5]
+    with pytest.raises(UserError, match=r"/data/005\.mp4 is in both /data and /else"):
+        probe(checkpoint, "x", test="y", say=silent)
+
+
+def test_unnamed_episodes_of_two_stores_are_not_the_same_video(checkpoint, data):
+    data["x"], data["y"] = ColouredSource([0, 1] * 6), ColouredSource([0, 1] * 4, folder="/else")
+    for source in data.values():
+        source.files = [f"episode {i}" for i in range(len(source.files))]
+    assert video_names(data["x"])[0] == "/data#episode 0"
+    assert probe(checkpoint, "x", test="y", say=silent).result.test_videos == 8
+
+
+def test_sources_agree_on_labels_by_name_and_not_by_number(checkpoint, data):
+    data["x"], data["y"] = ColouredSource([0, 1] * 10), ColouredSource([0, 1] * 5, folder="/else")
+    data["x"].label_names, data["y"].label_names = ["red", "green"], ["green", "red"]
+    result = probe(checkpoint, "x", test="y", say=silent).result
+    # Pixels follow the number and names are swapped, so what was learnt answers wrongly every time.
+    assert result.encoders["pretrained"].linear.right == 0
+    data["y"].label_names = ["green", "blue"]
+    with pytest.raises(UserError, match="class 'blue' is in /else and not in /data"):
+        probe(checkpoint, "x", test="y", say=silent)
+
+
+def test_refusals_come_before_the_encoder_runs(checkpoint, data, monkeypatch):
+    monkeypatch.setattr(room, "clip_features", lambda *_a, **_k: pytest.fail("the encoder ran"))
+    cases = {
+        "no labels to probe": [-1] * 20,
+        "needs two classes": [0] * 20,
+        "needs at least 10": [0, 1] * 4,
+        "needs 3 of each": [0] * 15 + [1] * 2,
+    }
+    for reason, labels in cases.items():
+        data["x"] = ColouredSource(labels)
+        with pytest.raises(UserError, match=reason):
+            probe(checkpoint, "x", say=silent)
+    data["x"] = ColouredSource([0, 1] * 10)
+    with pytest.raises(UserError, match="--label-column kind needs --labels"):
+        probe(checkpoint, "x", label_column="kind", say=silent)
+
+
+def test_unlabelled_and_unreadable_videos_take_no_part(checkpoint, data):
+    data["x"] = ColouredSource([0, 1] * 10 + [2] * 5)
+    data["x"].labels[20:] = -1
+    data["x"].unreadable = {0}
+    said: list[str] = []
+    result = probe(checkpoint, "x", say=said.append).result
+    assert result.train_videos + result.test_videos == 19
+    assert any("1 clip could not be read" in line for line in said)

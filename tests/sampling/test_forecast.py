@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from marey.sampling.draws import MixtureDraws, draw_shares
+from marey.sampling.forecast import forecast
+from marey.sampling.planner import MicrobatchPlanner
+from marey.sampling.windows import WindowTable
+from tests.sampling.latent_sources import BUCKETS, source
+
+
+def plan(**options: Any) -> MicrobatchPlanner:
+    at = WindowTable(
+        [
+            source("a", [4 + i % 9 for i in range(48)], canvases=[(4, 8)] * 48),
+            source("b", [12] * 16, canvases=[(8, 8)] * 16),
+        ]
+    )
+    draws = MixtureDraws(at.names, at.sizes, draw_shares(at.names, [3, 1], [1, 1], meaning="by_draw"), seed=0)
+    return MicrobatchPlanner(draws, at, **{"seed": 0, "world": 2, "batch": 4, "shape_grouping": True, **options})
+
+
+def test_a_forecast_is_a_count_of_the_planned_microbatches() -> None:
+    planner = plan()
+    found = forecast(planner, patch=2, multiple=4, steps=None)
+    tokens = padded = pairs = 0
+    for step in range(planner.micro_steps(0)):
+        for rank in range(2):
+            at = planner.batch_at(0, step, rank).at
+            lengths = (at.prefix + at.future).tolist()
+            capacity = -(-max(lengths) // 4) * 4
+            for n, h, w in zip(lengths, at.height.tolist(), at.width.tolist(), strict=True):
+                tokens += n * (h // 2) * (w // 2)
+                padded += capacity * (h // 2) * (w // 2)
+                pairs += (n * (h // 2) * (w // 2)) ** 2
+    steps = planner.micro_steps(0)
+    assert found.steps_seen == steps
+    assert found.tokens == pytest.approx(tokens / steps)
+    assert found.padding_share == pytest.approx(1 - tokens / padded)
+    assert found.pairs == pytest.approx(pairs / steps)
+    assert set(found.buckets) <= set(BUCKETS)
+    assert sum(found.buckets.values()) == found.counts.planned
+    assert set(found.canvases) == {(4, 8), (8, 8)}
+    counts = found.counts
+    assert counts.planned == counts.drawn - counts.dropped + counts.repeated
+
+
+def test_buckets_pad_less_and_balance_ranks_at_least_as_well() -> None:
+    padded = forecast(plan(mode="padded"), steps=None)
+    bucket = forecast(plan(mode="bucket", pool_size=32), steps=None)
+    assert bucket.tokens == padded.tokens
+    assert bucket.padding_share < padded.padding_share
+    assert 0 < bucket.rank_balance <= 1
+
+
+def test_a_sampled_forecast_looks_at_whole_pools() -> None:
+    found = forecast(plan(mode="bucket", pool_size=8, world=1), steps=3)
+    assert found.steps_seen == 4
+    assert found.draws == pytest.approx({"a": 0.75, "b": 0.25}, abs=0.3)

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from marey.config.schema import EncoderConfig
+from marey.core.errors import UserError
+from marey.core.tokens import ViewChunk
+from marey.pixels.episodes import EpisodeSource
+from marey.training.batchplan import batch_plan
+from marey.training.data import ClipData, build_loader, open_train, open_val, validates_on_training_data
+from marey.training.loader import MicroStepLoader, ignored_settings
+
+from .conftest import write_store
+
+Configure = Callable[..., EncoderConfig]
+
+
+@pytest.fixture
+def opened() -> Iterator[list[MicroStepLoader]]:
+    """Loaders whose workers end with the test."""
+    loaders: list[MicroStepLoader] = []
+    yield loaders
+    for loader in loaders:
+        loader.close()
+
+
+def make(config: EncoderConfig, opened: list[MicroStepLoader], *, world: int = 1, rank: int = 0) -> MicroStepLoader:
+    data = open_train(config)
+    plan = batch_plan(config, data.clips, world_size=world)
+    assert plan.micro_steps_per_epoch is not None
+    loader = build_loader(
+        data, config, plan=plan, micro_steps=plan.micro_steps_per_epoch, pin_memory=False, fixed_epoch=False
+    )
+    loader.rank = rank
+    opened.append(loader)
+    return loader
+
+
+def identities(batch: list[ViewChunk]) -> list[list[int]]:
+    return [row for chunk in batch for row in chunk.clips.tolist()]
+
+
+def same(a: list[ViewChunk], b: list[ViewChunk]) -> bool:
+    left = [t for chunk in a for t in (*chunk.views_global, *chunk.views_local, chunk.clips)]
+    right = [t for chunk in b for t in (*chunk.views_global, *chunk.views_local, chunk.clips)]
+    return len(left) == len(right) and all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
+
+
+def test_an_epoch_visits_every_clip_once_and_the_next_in_another_order(
+    small: Configure, opened: list[MicroStepLoader]
+) -> None:
+    loader = make(small(), opened)
+    first = [row for batch in loader for row in identities(batch)]
+    second = [row for batch in loader for row in identities(batch)]
+    assert len(loader) == 6
+    assert [row[3:] for row in first] == [[0, position] for position in range(24)]
+    assert [row[3:] for row in second] == [[1, position] for position in range(24)]
+    assert sorted(row[1] for row in first) == list(range(24))
+    assert [row[1] for row in first] != [row[1] for row in second]
+
+
+def test_starting_anywhere_delivers_what_a_whole_run_delivers_there(
+    small: Configure, opened: list[MicroStepLoader]
+) -> None:
+    whole = make(small(), opened)
+    stream = [batch for _ in range(2) for batch in whole]
+    for start in range(12):
+        loader = make(small(), opened)
+        loader.start_at(epoch=start // 6, micro_step=start % 6)
+        tail = [batch for _ in range(2 - start // 6) for batch in loader]
+        assert len(tail) == 12 - start
+        assert all(same(a, b) for a, b in zip(tail, stream[start:], strict=True))
+
+
+def test_a_position_at_an_epochs_end_is_the_next_epochs_start(
+    small: Configure, opened: list[MicroStepLoader]
+) -> None:
+    loader = make(small(), opened)
+    for _ in loader:
+        last = loader.state_dict()
+    assert last == {"epoch": 1, "micro_step": 0}
+    loader.load_state_dict({"epoch": 0, "micro_step": 6})
+    assert loader.state_dict() == last
+
+
+@pytest.mark.parametrize("persistent", ["true", "false"])
+def test_workers_change_nothing_and_outlive_an_epoch_when_asked(
+    small: Configure, opened: list[MicroStepLoader], persistent: str
+) -> None:
+    whole = make(small("loader.micro_batch_size=2"), opened)
+    alone = [*whole, *whole]
+    loader = make(
+        small(
+            "loader.micro_batch_size=2",
+            "loader.num_workers=2",
+            f"loader.persistent_workers={persistent}",
+        ),
+        opened,
+    )
+    helped = list(loader)
+    pids = worker_pids(loader)
+    helped += list(loader)
+    assert len(helped) == 12
+    assert all(same(a, b) for a, b in zip(alone, helped, strict=True))
+    assert worker_pids(loader) == pids
+    assert len(pids) == (2 if persistent == "true" else 0)
+
+
+def worker_pids(loader: MicroStepLoader) -> list[int]:
+    return [worker.pid for worker in getattr(loader._stream, "_workers", [])]
+
+
+def test_ranks_take_consecutive_blocks_of_one_order(small: Configure, opened: list[MicroStepLoader]) -> None:
+    whole = list(make(small("loader.batch_size=8"), opened))
+    ranks = [list(make(small("loader.batch_size=4"), opened, world=2, rank=rank)) for rank in range(2)]
+    for step, batch in enumerate(whole):
+        assert identities(batch) == identities(ranks[0][step]) + identities(ranks[1][step])
+
+
+def test_limits_are_whole_optimizer_steps(small: Configure, opened: list[MicroStepLoader]) -> None:
+    assert len(make(small("trainer.limit_train_batches=5", "accumulate_grad_batches=2"), opened)) == 4
+    assert len(make(small("trainer.limit_train_batches=0.5"), opened)) == 3
+
+
+def test_too_little_data_names_the_numbers_and_the_ways_out(small: Configure, opened: list[MicroStepLoader]) -> None:
+    with pytest.raises(UserError, match=r"24 clips per epoch and one optimizer step takes 32 .*clips_per_video=2"):
+        make(small("loader.batch_size=32"), opened)
+
+
+def test_a_stalled_worker_is_named_with_what_it_was_reading(
+    small: Configure, opened: list[MicroStepLoader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small("loader.num_workers=1", "loader.timeout=1")
+    data = open_train(config)
+    stuck = ClipData(sources=data.sources, dataset=Stuck(data.dataset, 3600), clips_per_video=data.clips_per_video)  # type: ignore[arg-type]
+    loader = loader_of(stuck, config, opened)
+    with pytest.raises(UserError, match=r"no clips came for loader.timeout=1 seconds while reading episode \d+"):
+        next(iter(loader))
+
+
+def test_a_worker_that_dies_is_noticed_at_once(small: Configure, opened: list[MicroStepLoader]) -> None:
+    config = small("loader.num_workers=1", "loader.timeout=600")
+    data = open_train(config)
+    stuck = ClipData(sources=data.sources, dataset=Stuck(data.dataset, 3600), clips_per_video=data.clips_per_video)  # type: ignore[arg-type]
+    loader = loader_of(stuck, config, opened)
+    batches = iter(loader)
+    os.kill(worker_pids(loader)[0], signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(UserError, match="a loader worker died while reading episode"):
+        next(batches)
+    assert time.monotonic() - started < 60
+
+
+def test_a_refusal_inside_a_worker_arrives_as_its_one_sentence(
+    small: Configure, opened: list[MicroStepLoader], tmp_path: Path
+) -> None:
+    config = small("loader.num_workers=1")
+    data = open_train(config)
+    refusing = ClipData(sources=data.sources, dataset=Refusing(data.dataset), clips_per_video=data.clips_per_video)  # type: ignore[arg-type]
+    with pytest.raises(UserError) as caught:
+        next(iter(loader_of(refusing, config, opened)))
+    assert str(caught.value) == "the disk is gone; plug it in"
+
+
+def loader_of(data: ClipData, config: EncoderConfig, opened: list[MicroStepLoader]) -> MicroStepLoader:
+    plan = batch_plan(config, 24, world_size=1)
+    loader = build_loader(data, config, plan=plan, micro_steps=6, pin_memory=False, fixed_epoch=False)
+    opened.append(loader)
+    return loader
+
+
+class Wrapped:
+    """A dataset that behaves like another one up to its reading."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.sizes, self.indexes, self.clips_per_video = dataset.sizes, dataset.indexes, dataset.clips_per_video
+
+
+class Stuck(Wrapped):
+    def __init__(self, dataset: Any, seconds: float) -> None:
+        super().__init__(dataset)
+        self.seconds = seconds
+
+    def __getitems__(self, draws: Any) -> Any:
+        time.sleep(self.seconds)
+
+
+class Refusing(Wrapped):
+    def __getitems__(self, draws: Any) -> Any:
+        raise UserError("the disk is gone; plug it in")
+
+
+def test_without_workers_their_settings_are_named_as_having_no_effect(small: Configure) -> None:
+    assert ignored_settings(small().loader) == [
+        "loader.persistent_workers",
+        "loader.prefetch_factor",
+        "loader.timeout",
+    ]
+    assert ignored_settings(small("loader.num_workers=1").loader) == []
+
+
+def test_a_mixture_keeps_each_sources_own_settings(small: Configure, store: Path, tmp_path: Path) -> None:
+    write_store(tmp_path / "other.lance", episodes=5, frames=4)
+    config = small(
+        f"data.train=[{{path: {store}, name: first, clips_per_video: 3}},"
+        f"{{path: {tmp_path / 'other.lance'}, pad_short: repeat, frame_stride: 2}}]"
+    )
+    data = open_train(config)
+    assert data.clips == 24 * 3 + 5
+    described = data.describe()
+    assert [source["clips_per_epoch"] for source in described] == [72, 5]
+    assert [source["padded_short"] for source in described] == [0, 5]
+    sources: list[EpisodeSource] = data.sources
+    assert sources[0].name == "first"
+
+
+def test_validation_takes_one_clip_an_episode_and_knows_when_it_sees_the_training_data(
+    small: Configure, store: Path, tmp_path: Path
+) -> None:
+    write_store(tmp_path / "val.lance", episodes=5)
+    held_out = small("loader.clips_per_video=7", f"data.val={tmp_path / 'val.lance'}")
+    assert open_val(held_out).clips == 5
+    assert not validates_on_training_data(held_out)
+    assert validates_on_training_data(small())
+    assert validates_on_training_data(small(f"data.val=[{{path: {store}}}]"))
