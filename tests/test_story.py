@@ -126,3 +126,13 @@ def test_a_persons_own_videos_become_a_page(tmp_path: Path, monkeypatch):
     assert any(line.startswith("  page ") for line in said)
     (store,) = out.glob("*.lance")
     assert store.stat().st_mtime >= started - 1
+
+
+def test_a_store_is_named_by_its_videos_and_not_by_what_lies_beside_them(tmp_path: Path):
+    moving_square(tmp_path / "a.mp4", 0)
+    first = story._fingerprint(tmp_path)
+    (tmp_path / "demo-output").mkdir()
+    (tmp_path / "demo-output" / "report.html").write_text("page")
+    assert story._fingerprint(tmp_path) == first
+    moving_square(tmp_path / "b.mp4", 1)
+    assert story._fingerprint(tmp_path) != first

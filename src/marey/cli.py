@@ -20,9 +20,9 @@ Command = Callable[[argparse.Namespace], None]
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the ``marey`` script and of ``python -m marey``."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["train"]:  # Hydra reads the rest itself, from sys.argv
-        sys.argv = [sys.argv[0], *words[1:]]
-        train()
+    # The first is what a person types; the second is how Lightning starts the other ranks of a Hydra application.
+    if words[:1] == ["train"] or words[:1] in (["-cp"], ["--experimental-rerun"]):
+        train(words[1:] if words[0] == "train" else words)
         return
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
@@ -32,16 +32,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     _guarded(lambda: arguments.run(arguments), debug=debug)
 
 
-def train() -> None:
-    """``marey train`` and ``python main.py``: the Hydra application. ``--debug`` shows tracebacks."""
-    # Lightning's DDP launcher starts `sys.argv[0] sys.argv[1:]` again for the other local ranks: keep the word.
-    debug = "--debug" in sys.argv
-    sys.argv = [word for word in sys.argv if word != "--debug"]
+def train(words: Sequence[str] | None = None) -> None:
+    """``marey train`` and ``python main.py``: the Hydra application. ``--debug`` shows tracebacks.
+
+    ``words`` default to the command line. ``sys.argv`` stays as it was typed: the other ranks are started from it.
+    """
+    given = list(sys.argv[1:] if words is None else words)
+    debug = "--debug" in given
 
     def run() -> None:
         from marey.training.application import run_application
 
-        run_application()
+        run_application([word for word in given if word != "--debug"])
 
     _guarded(run, debug=debug)
 

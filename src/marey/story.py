@@ -168,15 +168,16 @@ def _own_videos(videos: Path, out: Path, *, say: Say) -> DemoData:
 
 
 def _fingerprint(videos: Path) -> str:
-    """A short name for what lies in ``videos`` now, so that changed files make a new store beside the old one."""
-    found = sorted(path for path in videos.rglob("*") if path.is_file()) if videos.is_dir() else [videos]
-    digest = hashlib.sha256(str(videos.absolute()).encode("utf-8", "surrogateescape"))
-    for path in found:
+    """A short name for the videos that are there now, so that changed files make a new store beside the old one."""
+    from marey.pixels.sources import discover
+
+    digest = hashlib.sha256(f"{SHORT_EDGE}".encode())
+    for video in discover([str(videos)], labels="auto").files:
         try:
-            stat = path.stat()
+            stat = Path(video.path).stat()
         except OSError:  # a dangling link, or gone since: ingest will say
             continue
-        digest.update(f"\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode("utf-8", "surrogateescape"))
+        digest.update(f"\0{video.path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:10]
 
 

@@ -164,8 +164,10 @@ def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(UserError, match="is not a device"):
         resolve_device("quantum")
     if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="no CUDA device"):
+        with pytest.raises(UserError, match="no such device"):
             resolve_device("cuda")
+        with pytest.raises(UserError, match="not supported"):
+            resolve_device("meta")
         assert resolve_device("auto") == torch.device("cpu")
 
 

@@ -26,7 +26,7 @@ def test_the_step_is_part_of_every_name() -> None:
 
 @pytest.mark.parametrize("template", ["{val_loss}", "{epoch:xyz}", "{", "a/{step}", ".{step}"])
 def test_a_name_that_cannot_be_made_is_refused(template: str) -> None:
-    with pytest.raises(UserError, match="checkpoint.filename="):
+    with pytest.raises(UserError, match=r"checkpoint\.filename="):
         checkpoint_name(template, epoch=0, step=0)
 
 
@@ -64,9 +64,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
 
 
 @pytest.mark.parametrize("hard_links", [True, False])
-def test_last_is_the_newest_file_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard_links: bool
-) -> None:
+def test_last_is_the_newest_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hard_links: bool) -> None:
     def no_links(*_: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 

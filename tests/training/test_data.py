@@ -14,7 +14,7 @@ from marey.config.schema import EncoderConfig
 from marey.core.errors import UserError
 from marey.core.tokens import ViewChunk
 from marey.pixels.episodes import EpisodeSource
-from marey.training.batchplan import batch_plan
+from marey.training.batchplan import batch_plan, validation_steps
 from marey.training.data import ClipData, build_loader, open_train, open_val, validates_on_training_data
 from marey.training.loader import MicroStepLoader, ignored_settings
 
@@ -80,9 +80,7 @@ def test_starting_anywhere_delivers_what_a_whole_run_delivers_there(
         assert all(same(a, b) for a, b in zip(tail, stream[start:], strict=True))
 
 
-def test_a_position_at_an_epochs_end_is_the_next_epochs_start(
-    small: Configure, opened: list[MicroStepLoader]
-) -> None:
+def test_a_position_at_an_epochs_end_is_the_next_epochs_start(small: Configure, opened: list[MicroStepLoader]) -> None:
     loader = make(small(), opened)
     for _ in loader:
         last = loader.state_dict()
@@ -231,3 +229,30 @@ def test_validation_takes_one_clip_an_episode_and_knows_when_it_sees_the_trainin
     assert not validates_on_training_data(held_out)
     assert validates_on_training_data(small())
     assert validates_on_training_data(small(f"data.val=[{{path: {store}}}]"))
+
+
+def test_validation_starts_from_the_top_however_far_it_went_before(
+    small: Configure, opened: list[MicroStepLoader]
+) -> None:
+    config = small("trainer.limit_val_batches=1")
+    data = open_val(config)
+    plan = batch_plan(config, data.clips, world_size=1)
+    loader = build_loader(data, config, plan=plan, micro_steps=3, pin_memory=False, fixed_epoch=True, from_the_top=True)
+    opened.append(loader)
+    first = [identities(batch) for batch, _ in zip(loader, range(2), strict=False)]
+    whole = [identities(batch) for batch in loader]
+    again = [identities(batch) for batch in loader]
+    assert first == whole[:2]
+    assert whole == again
+    assert len(whole) == 3
+
+
+def test_validation_is_limited_in_micro_steps(small: Configure) -> None:
+    def steps(limit: str, clips: int = 24) -> int:
+        return validation_steps(small(f"trainer.limit_val_batches={limit}"), clips, statistic_batch=4)
+
+    assert (steps("1.0"), steps("0.5"), steps("2"), steps("100")) == (6, 3, 2, 6)
+    with pytest.raises(UserError, match="leaves none of the 6"):
+        steps("0.1")
+    with pytest.raises(UserError, match="gives 3 clips and one micro-step takes 4"):
+        steps("1.0", clips=3)

@@ -1,17 +1,28 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from marey.config.schema import EncoderConfig
 from marey.core.errors import UserError
+from marey.training import lightning_setup
+from marey.training.batchplan import batch_plan, max_seconds, resolve_devices
+from marey.training.module import TrainingModule
 
-from .conftest import Finished
+from .conftest import SMALL, Finished
 
 Train = Callable[..., Finished]
+Configure = Callable[..., EncoderConfig]
 
 
 def test_a_run_leaves_a_checkpoint_with_both_sets_of_weights(train: Train) -> None:
@@ -24,6 +35,280 @@ def test_a_run_leaves_a_checkpoint_with_both_sets_of_weights(train: Train) -> No
     assert {key.partition(".")[0] for key in content["state_dict_ema"]} == {"encoder"}
     assert content["marey"]["step"] == 3
     assert content["marey"]["ema"]["updates"] == 1
+
+
+def test_the_same_run_twice_is_the_same_run(train: Train) -> None:
+    first, second = (train(name, "trainer.max_steps=3").checkpoint() for name in ("a", "b"))
+    assert all(torch.equal(first["state_dict"][k], second["state_dict"][k]) for k in first["state_dict"])
+
+
+def test_epochs_and_steps_end_a_run_where_they_say(train: Train) -> None:
+    by_epochs = train("epochs", "trainer.max_epochs=2", "trainer.max_steps=-1", "accumulate_grad_batches=4")
+    about = by_epochs.checkpoint()["marey"]
+    assert (about["step"], about["epoch"], about["micro_step"]) == (2, 1, 4)  # 6 micro-steps: 2 fill no window
+    assert any("1 optimizer steps per epoch, 2 in all" in line for line in by_epochs.lines)
+    limited = train("limited", "trainer.max_epochs=3", "trainer.max_steps=-1", "trainer.limit_train_batches=2")
+    assert limited.checkpoint()["marey"]["step"] == 6
+
+
+def test_a_time_limit_ends_a_run_with_its_state_saved(train: Train) -> None:
+    done = train("run", "trainer.max_steps=-1", "trainer.max_time={seconds: 1}")
     receipt = json.loads((done.folder / "receipt.json").read_text())
-    assert receipt["status"] == "finished"
-    assert receipt["consumed"]["clips"] == 12
+    assert receipt["status"] == "time limit reached"
+    assert done.checkpoint()["marey"]["step"] == receipt["consumed"]["optimizer_steps"] > 0
+
+
+def test_overfitting_repeats_one_epochs_clips(train: Train) -> None:
+    done = train("run", "trainer.overfit_batches=2", "trainer.max_steps=4", "trainer.log_every_n_steps=1")
+    assert done.checkpoint()["marey"]["epoch"] == 1
+    assert json.loads((done.folder / "receipt.json").read_text())["consumed"]["clips"] == 16
+
+
+def test_a_fast_dev_run_leaves_no_checkpoint(train: Train) -> None:
+    done = train("run", "trainer.fast_dev_run=2")
+    assert done.newest is None
+    assert not done.checkpoints.exists()
+    assert [row["step"] for row in done.rows()] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["trainer.max_steps=-1", "trainer.max_epochs=null"], "nothing ends this run"),
+        (["trainer.max_steps=0"], "leave no step to train"),
+        (["trainer.limit_train_batches=1", "accumulate_grad_batches=2"], "leaves 1 of 6 micro-steps"),
+        (["trainer.strategy=fsdp"], "trainer.strategy=fsdp is not supported"),
+        (["trainer.precision=12-true"], r"(?i)precision"),
+        (["trainer.accelerator=tpuu"], "accelerator"),
+        (["trainer.max_time=tomorrow"], "is not a time"),
+        (["trainer.profiler=none-such"], "profiler"),
+        (["loader.batch_size=30"], "24 clips per epoch"),
+        (
+            ["trainer.limit_val_batches=1", "loader.batch_size=12", "loader.clips_per_video=2", "data.val=SHORT"],
+            "validation",
+        ),
+        (["resume.ckpt_path=nowhere.ckpt"], "nowhere.ckpt is not a file"),
+        (["checkpoint.filename='{loss}'"], "checkpoint.filename="),
+        (["wandb.enabled=true", "trainer.logger=true"], r"marey\[wandb\]"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_sentence(
+    train: Train, tmp_path: Path, overrides: list[str], sentence: str
+) -> None:
+    from .conftest import write_store
+
+    if "data.val=SHORT" in overrides:
+        write_store(tmp_path / "short.lance", episodes=3)
+        overrides = [o.replace("SHORT", str(tmp_path / "short.lance")) for o in overrides]
+    with pytest.raises(UserError, match=sentence) as caught:
+        train("run", *overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_callbacks_that_another_package_would_add_are_refused_by_name(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib.metadata import EntryPoint
+
+    def entry_points(*, group: str) -> list[EntryPoint]:
+        return [EntryPoint("spy", "spypackage:callbacks", group)]
+
+    monkeypatch.setattr(lightning_setup.metadata, "entry_points", entry_points)
+    with pytest.raises(UserError, match=r"spy \(unknown package\)"):
+        train("run")
+
+
+class Poison:
+    """Makes the gradient of chosen optimizer steps NaN, on the way the loss would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+        original = TrainingModule._forward
+
+        def forward(module: TrainingModule, batch: Any, *, micro_step: int) -> Any:
+            output = original(module, batch, micro_step=micro_step)
+            if micro_step + 1 in steps:
+                for buffer in module.buffers():
+                    if buffer.is_floating_point():
+                        buffer.fill_(float("nan"))
+                return output._replace(loss=output.loss * float("nan"))
+            return output
+
+        monkeypatch.setattr(TrainingModule, "_forward", forward)
+
+
+def test_a_step_that_is_not_finite_stops_before_its_update_and_names_its_clips(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Poison(monkeypatch, {3})
+    with pytest.raises(UserError, match="not finite at step 3, before its update"):
+        train("run", "trainer.max_steps=5", "checkpoint.every_n_train_steps=1")
+    entry = json.loads((tmp_path / "run" / "nonfinite.json").read_text())[0]
+    clips = entry["micro_steps"][0]["clips"]
+    assert entry["step"] == 3
+    assert [clip["position"] for clip in clips] == [8, 9, 10, 11]
+    assert all("episode" in clip["file"] for clip in clips)
+    kept = sorted((tmp_path / "run-checkpoints").iterdir())
+    assert [path.name for path in kept][:2] == ["epoch-0000-step-0000001.ckpt", "epoch-0000-step-0000002.ckpt"]
+
+
+def test_a_skipped_step_changes_neither_weights_nor_statistics(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    Poison(monkeypatch, {3})
+    done = train("run", "trainer.max_steps=5", "checkpoint.every_n_train_steps=1", "on_nonfinite=skip")
+    before, after = (done.checkpoint(f"epoch-0000-step-000000{step}.ckpt") for step in (2, 3))
+    assert all(torch.equal(before["state_dict"][k], after["state_dict"][k]) for k in before["state_dict"])
+    assert all(torch.isfinite(t).all() for t in done.checkpoint()["state_dict"].values())
+    assert [row["skipped_steps"] for row in done.rows()] == ["0", "0", "1", "0", "0"]
+    assert [row["train/loss"] for row in done.rows()][2] == "nan"
+    assert json.loads((done.folder / "receipt.json").read_text())["consumed"]["skipped_steps"] == 1
+
+
+def test_skipping_without_end_is_given_up(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    Poison(monkeypatch, set(range(1, 100)))
+    with pytest.raises(UserError, match="11 optimizer steps in a row are not finite"):
+        train("run", "trainer.max_steps=20", "on_nonfinite=skip")
+
+
+def test_weight_decay_follows_its_schedule(train: Train) -> None:
+    done = train(
+        "run",
+        "trainer.max_steps=4",
+        "weight_decay_scheduler={enabled: true, schedule_type: linear, start_value: 0.0, end_value: 0.4}",
+    )
+    groups = done.checkpoint()["optimizer_states"][0]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [pytest.approx(0.3), 0.0]
+
+
+def test_a_stop_request_finishes_the_step_saves_and_returns(train: Train) -> None:
+    pid = os.getpid()
+    before = signal.getsignal(signal.SIGTERM)
+    killer = subprocess.Popen([sys.executable, "-c", f"import time, os; time.sleep(3); os.kill({pid}, 15)"])
+    done = train(
+        "run", "trainer.max_steps=-1", "trainer.max_epochs=-1", "trainer.min_steps=100000", "accumulate_grad_batches=3"
+    )
+    killer.wait()
+    receipt = json.loads((done.folder / "receipt.json").read_text())
+    about = done.checkpoint()["marey"]
+    assert receipt["status"] == "stopped on request"
+    assert about["micro_step"] % 3 == 0
+    assert about["step"] == receipt["consumed"]["optimizer_steps"] == int(done.rows()[-1]["step"])
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert any(line.startswith("SIGTERM: finishing this step") for line in done.lines)
+
+
+def command(store: Path, *overrides: str) -> list[str]:
+    return [sys.executable, str(Path(__file__).parents[2] / "main.py"), *SMALL, f"data.train={store}", *overrides]
+
+
+def test_two_ranks_are_one_process_with_twice_the_batch(store: Path, tmp_path: Path, train: Train) -> None:
+    shared = (
+        "trainer.max_steps=3",
+        "accumulate_grad_batches=2",
+        "projector.norm_group=2",
+        "trainer.precision=64-true",
+        "ema.dtype=float64",
+        "trainer.log_every_n_steps=1",
+        "trainer.accelerator=cpu",
+    )
+    alone = train("alone", *shared, "loader.batch_size=4")
+    run, kept = tmp_path / "two", tmp_path / "kept"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command(
+            store,
+            *shared,
+            "loader.batch_size=2",
+            "trainer.devices=2",
+            "trainer.strategy=ddp",
+            f"hydra.run.dir={run}",
+            f"checkpoint.dirpath={kept}",
+        ),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    two = Finished(run, kept, done.stdout.splitlines(), None)
+    ours, theirs = alone.checkpoint(), two.checkpoint()
+    assert theirs["marey"]["world_size"] == 2
+    assert theirs["marey"]["statistic_batch"] == 4
+    for key in ("state_dict", "state_dict_ema"):
+        for name, tensor in ours[key].items():
+            torch.testing.assert_close(theirs[key][name], tensor, rtol=0, atol=1e-10)
+    for one, other in zip(alone.rows(), two.rows(), strict=True):
+        assert one["clips_seen"] == other["clips_seen"]
+        assert float(one["train/loss"]) == pytest.approx(float(other["train/loss"]), rel=1e-10)
+    assert done.stdout.count("optimizer steps per epoch") == 1  # rank 1 says nothing
+    # The same batches on another number of ranks are the same experiment, within rounding.
+    moved = train(
+        "moved",
+        *shared,
+        "loader.batch_size=4",
+        "trainer.max_steps=4",
+        f"resume.ckpt_path={kept / 'last.ckpt'}",
+        "resume.weights_only=false",
+    )
+    receipt = json.loads((moved.folder / "receipt.json").read_text())
+    assert receipt["resumed_from"]["allowed_changes"] == []
+    assert receipt["resumed_from"]["notes"] == [
+        "written by 2 ranks, continued by 1: equal within rounding, not bit by bit"
+    ]
+
+
+def test_ctrl_c_in_a_terminal_ends_with_zero_and_everything_saved(store: Path, tmp_path: Path) -> None:
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    process = subprocess.Popen(
+        command(
+            store,
+            "trainer.max_steps=-1",
+            "trainer.max_epochs=-1",
+            "loader.num_workers=1",
+            f"hydra.run.dir={run}",
+            f"checkpoint.dirpath={kept}",
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        deadline = time.monotonic() + 200
+        while not (run / "metrics.csv").exists() or (run / "metrics.csv").read_text().count("\n") < 3:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group, workers included
+        out, errors = process.communicate(timeout=60)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert "stopped on request after" in out
+    assert json.loads((run / "receipt.json").read_text())["status"] == "stopped on request"
+    assert torch.load(kept / "last.ckpt", weights_only=True)["marey"]["step"] > 0
+
+
+@pytest.mark.parametrize(("devices", "count"), [("3", 3), ("'0,1'", 2), ("[0,1,2]", 3), ("'2'", 2)])
+def test_devices_are_counted_without_asking_the_machine(small: Configure, devices: str, count: int) -> None:
+    assert resolve_devices(small(f"trainer.devices={devices}").trainer) == count
+
+
+def test_devices_that_are_none_are_refused(small: Configure) -> None:
+    for devices in ("0", "'a'", "[]"):
+        with pytest.raises(UserError, match=r"trainer\.devices="):
+            resolve_devices(small(f"trainer.devices={devices}").trainer)
+
+
+def test_the_published_run_adds_up(small: Configure) -> None:
+    from marey.config.compose import load_config
+
+    plan = batch_plan(load_config([]), 6067 * 200)
+    assert (plan.effective_batch, plan.statistic_batch, plan.norm_group) == (3072, 1536, 96)
+    assert (plan.micro_steps_per_epoch, plan.steps_per_epoch, plan.total_steps) == (788, 394, 10_244)
+    assert plan.dropped_clips == 6067 * 200 - 788 * 1536
+    assert max_seconds(load_config(["recipe=consumer_vit_tiny"]).trainer) == 12 * 3600

@@ -21,8 +21,12 @@ def test_vit_base_decays_its_matrices_alone_by_name() -> None:
         ["encoder.patch_embed.proj.weight", "projector.fc1.weight", "projector.fc2.weight"]
         + [block + name for block in blocks for name in matrices]
     )
-    vectors = ("norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias") + tuple(
-        name.replace("weight", "bias") for name in matrices
+    vectors = (
+        "norm1.weight",
+        "norm1.bias",
+        "norm2.weight",
+        "norm2.bias",
+        *tuple(name.replace("weight", "bias") for name in matrices),
     )
     assert sorted(keep) == sorted(
         ["encoder.cls_token", "encoder.patch_embed.proj.bias", "encoder.norm.weight", "encoder.norm.bias"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from marey.core.errors import UserError
 from marey.training.metrics import TIME_COLUMNS
 
-from .conftest import Finished
+from .conftest import Finished, write_store
 
 Train = Callable[..., Finished]
 # 24 clips: 6 micro-steps and 3 optimizer steps an epoch, so 10 steps cross three ends of an epoch.
@@ -110,20 +111,53 @@ def test_rows_of_an_abandoned_future_are_cut(train: Train) -> None:
 
 def test_a_changed_experiment_is_refused_with_the_list_of_changes(train: Train) -> None:
     whole = train("whole", *RUN, "trainer.max_steps=2")
-    with pytest.raises(UserError, match=r"optimizer.lr: 0.0004 -> 0.01; seed: 0 -> 1; .*allow_changes=\[optimizer.lr,seed\]"):
-        resume(train, "again", whole, 1, *RUN, "optimizer.lr=0.01", "seed=1")
+    with pytest.raises(
+        UserError,
+        match=r"optimizer.weight_decay: 0.04 -> 0.1; seed: 0 -> 1; .*allow_changes=\[optimizer.weight_decay,seed\]",
+    ):
+        resume(train, "again", whole, 1, *RUN, "optimizer.weight_decay=0.1", "seed=1")
     accepted = resume(
-        train, "again", whole, 1, *RUN, "optimizer.lr=0.01", "seed=1", "resume.allow_changes=[optimizer.lr,seed]"
+        train,
+        "again",
+        whole,
+        1,
+        *RUN,
+        "optimizer.weight_decay=0.1",
+        "seed=1",
+        "resume.allow_changes=[optimizer.weight_decay,seed]",
     )
     receipt = json.loads((accepted.folder / "receipt.json").read_text())
-    assert receipt["resumed_from"]["allowed_changes"] == ["optimizer.lr: 0.0004 -> 0.01", "seed: 0 -> 1"]
+    assert receipt["resumed_from"]["allowed_changes"] == ["optimizer.weight_decay: 0.04 -> 0.1", "seed: 0 -> 1"]
+
+
+def test_more_steps_are_harmless_unless_a_schedule_ends_with_them(train: Train) -> None:
+    decays = ("scheduler.end_lr=1e-5", "trainer.max_steps=2")
+    whole = train("whole", *RUN, *decays)
+    with pytest.raises(UserError, match=r"trainer\.max_steps: 2 -> 3"):
+        resume(train, "again", whole, 1, *RUN, *decays, "trainer.max_steps=3")
+
+
+def test_data_that_changed_is_not_resumed_on(train: Train, tmp_path: Path) -> None:
+    write_store(tmp_path / "data.lance", episodes=8)
+    there = (*RUN, "trainer.max_steps=2", f"data.train={tmp_path / 'data.lance'}")
+    whole = train("whole", *there)
+    shutil.rmtree(tmp_path / "data.lance")
+    write_store(tmp_path / "data.lance", episodes=8, frames=11)
+    with pytest.raises(UserError, match=r"data\.lance\) has changed: version was"):
+        resume(train, "again", whole, 1, *there)
 
 
 def test_weights_alone_start_a_new_run(train: Train) -> None:
     whole = train("whole", *RUN, "trainer.max_steps=3", "ema.update_every=1")
     fresh = train(
-        "fresh", *RUN, "trainer.max_steps=1", "optimizer.lr=1e-12", "scheduler.start_lr=0", "scheduler.end_lr=0",
-        "resume.weights=ema", f"resume.ckpt_path={whole.checkpoints / 'last.ckpt'}",
+        "fresh",
+        *RUN,
+        "trainer.max_steps=1",
+        "optimizer.lr=1e-12",
+        "scheduler.start_lr=0",
+        "scheduler.end_lr=0",
+        "resume.weights=ema",
+        f"resume.ckpt_path={whole.checkpoints / 'last.ckpt'}",
     )
     old, new = whole.checkpoint(), fresh.checkpoint()
     assert new["marey"]["step"] == 1
@@ -134,9 +168,7 @@ def test_weights_alone_start_a_new_run(train: Train) -> None:
 def test_weights_taken_within_a_folder_overwrite_nothing_of_the_first_run(train: Train) -> None:
     whole = train("whole", *RUN, "trainer.max_steps=1", checkpoints="shared")
     before = whole.newest.read_bytes() if whole.newest else b""
-    again = train(
-        "again", *RUN, "trainer.max_steps=1", f"resume.ckpt_path={whole.newest}", checkpoints="shared"
-    )
+    again = train("again", *RUN, "trainer.max_steps=1", f"resume.ckpt_path={whole.newest}", checkpoints="shared")
     assert again.newest is not None
     assert again.newest.name == "epoch-0000-step-0000001-v1.ckpt"
     assert whole.newest is not None

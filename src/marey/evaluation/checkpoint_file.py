@@ -34,7 +34,8 @@ def read_archive(path: Path) -> Any:
     if not path.exists():
         raise UserError(f"{path} does not exist; give a checkpoint file (a run keeps them in its checkpoint.dirpath)")
     if path.is_dir():
-        found = sorted(path.glob("*.ckpt")) or sorted(path.glob("checkpoints/*.ckpt"))
+        places = ("*.ckpt", "checkpoints/*.ckpt", "*/checkpoints/*.ckpt")
+        found = next((files for place in places if (files := sorted(path.glob(place)))), [])
         hint = f"try {found[-1]}" if found else "`marey inspect` on a run folder says where its checkpoints are"
         raise UserError(f"{path} is a folder, a checkpoint file is needed; {hint}")
     if is_safetensors(path):

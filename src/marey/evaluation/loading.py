@@ -63,9 +63,16 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UserError(f"--device {name} is not a device; use auto, cpu, or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {name} was asked for and PyTorch sees no CUDA device here; use --device cpu or auto")
+        raise UserError(f"--device {name} is not a device; use auto, cpu, cuda or mps") from error
+    present = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if device.type not in present:
+        raise UserError(f"--device {name} is not supported; use auto, cpu, cuda or mps")
+    if not present[device.type]:
+        raise UserError(f"--device {name} was asked for and PyTorch sees no such device here; use cpu or auto")
     return device
 
 

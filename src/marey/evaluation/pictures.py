@@ -29,11 +29,12 @@ def film(frames: Pixels) -> Pixels:
     return np.ascontiguousarray(frames.transpose(1, 0, 2, 3).reshape(h, t * w, c))
 
 
-def plate(frames: Pixels) -> Pixels:
-    """``[T, H, W, 3]`` -> ``[H, W, 3]``: all moments of a motion on one plate.
+def plate(frames: Pixels, *, every: int = 1) -> Pixels:
+    """``[T, H, W, 3]`` -> ``[H, W, 3]``: many moments of one motion on a single plate, one frame in ``every``.
 
     Each pixel is taken from the frame in which it is brightest, as on a plate that is exposed again and again.
     """
+    frames = frames[::every]
     chosen = frames.sum(axis=-1, dtype=np.int64).argmax(axis=0)
     rows, columns = np.indices(chosen.shape)
     return np.ascontiguousarray(frames[chosen, rows, columns])

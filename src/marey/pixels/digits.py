@@ -40,6 +40,10 @@ SPLITS = {"train": 1500, "heldout": 500}
 """Clips per split; every split has as many of each digit."""
 MOTIONS = ("left", "right", "up", "down", "clockwise", "anticlockwise", "grow", "shrink")
 FRAMES, SIDE, RATE = 32, 80, 15  # 31 frames is what a clip of 16 at the default stride of 2 spans
+PLACES = 12
+"""Backgrounds there are; with one for every clip, the background alone would tell any two clips apart."""
+TONE, INK = 64, 232
+"""Mean grey of every background, and of every digit: brightness and colour tell no two clips apart."""
 KEYFRAME_EVERY = 8
 ENCODERS = ("libx264", "libopenh264", "mpeg4")
 """The first that PyAV's FFmpeg has; its wheels have libx264."""
@@ -190,27 +194,23 @@ def plan_clips() -> dict[str, list[Clip]]:
 def render(clip: Clip) -> Image:
     """uint8 ``[FRAMES, SIDE, SIDE, 3]``: the frames before encoding."""
     draw = rng(SEED, "demo-clip", clip.number)
-    background = _background(draw)  # [SIDE, SIDE, 3]
-    ink = draw.uniform(200, 255, 3)
+    background = _background(rng(SEED, "demo-place", int(draw.integers(PLACES))))  # [SIDE, SIDE, 3]
     y, x, scale = _path(clip.motion, draw)
     digit = clip.image.astype(np.float32) / 255
     alpha = _place(y, scale) @ digit @ _place(x, scale).transpose(0, 2, 1)  # [FRAMES, SIDE, SIDE]
-    frames = background + alpha[..., None] * (ink.astype(np.float32) - background)
+    frames = background + alpha[..., None] * (INK - background)
     return np.clip(np.rint(frames), 0, 255).astype(np.uint8)
 
 
 def _background(draw: np.random.Generator) -> NDArray[np.float32]:
-    """A smooth texture: three slow waves over a dim tone, close to grey, different in every clip."""
+    """A smooth grey texture: three slow waves over one tone. No place is brighter or more colourful than another."""
     axis = np.arange(SIDE, dtype=np.float32) / SIDE
-    tone = draw.uniform(35, 95) + draw.uniform(-12, 12, 3)
-    field = np.zeros((SIDE, SIDE, 3), dtype=np.float32) + tone.astype(np.float32)
+    field = np.full((SIDE, SIDE), TONE, dtype=np.float32)
     for _ in range(3):
-        angle, cycles, phase = draw.uniform(0, math.tau), draw.uniform(0.5, 3.5), draw.uniform(0, math.tau)
+        angle, cycles, phase = draw.uniform(0, math.tau), draw.uniform(1.0, 4.0), draw.uniform(0, math.tau)
         along = math.sin(angle) * axis[:, None] + math.cos(angle) * axis[None, :]
-        strength = draw.uniform(6, 16) * (1 + draw.uniform(-0.4, 0.4, 3))
-        wave = np.sin(math.tau * cycles * along + phase).astype(np.float32)
-        field += wave[..., None] * strength.astype(np.float32)
-    return field
+        field += np.float32(draw.uniform(6, 16)) * np.sin(math.tau * cycles * along + phase).astype(np.float32)
+    return np.repeat(field[..., None], 3, axis=2)
 
 
 def _path(motion: str, draw: np.random.Generator) -> tuple[NDArray[np.float64], ...]:

@@ -23,15 +23,14 @@ from marey.core.errors import UserError
 from marey.training.run import RUN_DIR_VARIABLE, check, execute
 
 
-def run_application(words: list[str] | None = None) -> None:
-    """Read ``words`` (default: the command line after the command) as Hydra does, and run what they ask for.
+def run_application(words: list[str]) -> None:
+    """Read ``words`` (the command line after the command) as Hydra does, and run what they ask for.
 
     Raises:
         UserError: the request is wrong; Hydra's own refusals are mapped to this.
     """
     original = sys.argv
-    arguments = original[1:] if words is None else words
-    options = get_args_parser().parse_args(arguments)
+    options = get_args_parser().parse_args(words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
     if _starts_one_run(options):
         check(
@@ -58,7 +57,7 @@ def run_application(words: list[str] | None = None) -> None:
         except UserError as error:
             refused.append(error)  # through Hydra it would arrive with a banner of Hydra's in front
 
-    sys.argv = [original[0], *arguments]
+    sys.argv = [original[0], *words]
     try:
         hydra.main(config_path="pkg://marey.conf", config_name=compose.DEFAULT_CONFIG, version_base="1.3")(task)()
     except (HydraException, OmegaConfBaseException) as error:

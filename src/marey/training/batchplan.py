@@ -179,6 +179,28 @@ def _too_few(config: EncoderConfig, *, clips: int, world: int) -> str:
     )
 
 
+def validation_steps(config: EncoderConfig, clips: int, *, statistic_batch: int) -> int:
+    """Micro-steps of one validation over ``clips`` clips, after ``trainer.limit_val_batches``.
+
+    Raises:
+        UserError: too few clips, or a limit that leaves none.
+    """
+    whole = clips // statistic_batch
+    if whole < 1:
+        raise UserError(
+            f"the validation data gives {clips} clips and one micro-step takes {statistic_batch}; "
+            "set trainer.limit_val_batches=0 or give more validation data"
+        )
+    limit = config.trainer.limit_val_batches
+    steps = whole if limit is None else int(whole * limit) if isinstance(limit, float) else min(whole, limit)
+    if steps < 1:
+        raise UserError(
+            f"trainer.limit_val_batches={limit} leaves none of the {whole} micro-steps of validation; raise it, "
+            "or set it to 0 for no validation"
+        )
+    return steps
+
+
 def max_seconds(trainer: TrainerConfig) -> float | None:
     """``trainer.max_time`` in seconds: ``DD:HH:MM:SS``, or ``{days, hours, minutes, seconds}``; None without one.
 

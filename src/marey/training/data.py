@@ -108,6 +108,7 @@ def build_loader(
     micro_steps: int,
     pin_memory: bool,
     fixed_epoch: bool,
+    from_the_top: bool = False,
 ) -> MicroStepLoader:
     """Micro-steps of ``data``, of rank 0 until the loader's ``rank`` is set."""
     describe: Callable[[Draw], str] = data.file_of
@@ -122,6 +123,7 @@ def build_loader(
         describe=describe,
         pin_memory=pin_memory,
         fixed_epoch=fixed_epoch,
+        from_the_top=from_the_top,
     )
 
 

@@ -19,7 +19,7 @@ from marey.core.keys import derive
 from marey.objectives.registry import build
 from marey.training.announce import opening_lines
 from marey.training.averaging import Averaging
-from marey.training.batchplan import BatchPlan, batch_plan, max_seconds
+from marey.training.batchplan import BatchPlan, batch_plan, max_seconds, validation_steps
 from marey.training.checkpoint import CheckpointWriter, check_retention
 from marey.training.console import Console, Validation
 from marey.training.data import ClipData, build_loader, open_train, open_val
@@ -40,7 +40,7 @@ from marey.training.record import Record
 from marey.training.resume import Start, begin
 from marey.training.schedule import check_schedule
 from marey.training.signals import StopRequest
-from marey.training.watch import Watch
+from marey.training.watch import AgreedRefusalError, Watch
 
 Say = Callable[[str], None]
 
@@ -71,9 +71,15 @@ def fit(
         try:
             run = _Run(config, run_dir=run_dir, checkpoint_dir=checkpoint_dir, say=say, stop=stop, loaders=loaders)
             return run.train(differences=differences, command=command)
-        except UserError:
+        except AgreedRefusalError:
             if _rank() != 0:
-                sys.exit(2)  # rank 0 says it, once
+                sys.exit(0)  # rank 0 says it, once, and ends by itself
+            raise
+        except UserError as error:
+            if _rank() != 0:
+                # Lightning notices this exit code and ends the other ranks, which wait for this one in vain.
+                print(f"marey: rank {_rank()}: {error}", file=sys.stderr, flush=True)
+                sys.exit(2)
             raise
         finally:
             for loader in loaders:
@@ -96,16 +102,14 @@ class _Run:
         self.config, self.run_dir, self.checkpoint_dir = config, run_dir, checkpoint_dir
         self.say, self.stop, self.loaders = say, stop, loaders
         self.saves = config.trainer.enable_checkpointing is not False and not config.trainer.fast_dev_run
-        validates = bool(config.trainer.limit_val_batches) and not config.trainer.fast_dev_run
+        validates = config.trainer.limit_val_batches != 0 and not config.trainer.fast_dev_run
         _seed_libraries(config.seed)
         self.data = open_train(config)
         self.val = open_val(config) if validates else None
         self.plan = batch_plan(config, self.data.clips)
         _check_length(config, self.plan)
         self.module = self._module()
-        self.start, self.resumed_from = begin(
-            config, self.module, world_size=self.plan.world_size, data=self.data.describe()
-        )
+        self.start, self.resumed_from = begin(config, self.module, plan=self.plan, data=self.data.describe())
         self._check_something_left()
         self.ledger = Ledger(
             self.data.order(config, self.plan.statistic_batch),
@@ -215,16 +219,13 @@ class _Run:
         )
         val_loader = None
         if self.val is not None:
-            steps = self.val.clips // plan.statistic_batch
-            if steps < 1:
-                raise UserError(
-                    f"the validation data gives {self.val.clips} clips and one micro-step takes "
-                    f"{plan.statistic_batch}; set trainer.limit_val_batches=0 or give more validation data"
-                )
-            val_loader = self._loader(self.val, steps, fixed_epoch=True)
+            steps = validation_steps(config, self.val.clips, statistic_batch=plan.statistic_batch)
+            val_loader = self._loader(self.val, steps, fixed_epoch=True, from_the_top=True)
         return TrainingModule(build(config), config=config, plan=plan, train_loader=train_loader, val_loader=val_loader)
 
-    def _loader(self, data: ClipData, micro_steps: int, *, fixed_epoch: bool) -> MicroStepLoader:
+    def _loader(
+        self, data: ClipData, micro_steps: int, *, fixed_epoch: bool, from_the_top: bool = False
+    ) -> MicroStepLoader:
         on_cuda = self.config.trainer.accelerator != "cpu" and torch.cuda.is_available()
         loader = build_loader(
             data,
@@ -233,6 +234,7 @@ class _Run:
             micro_steps=micro_steps,
             pin_memory=self.config.loader.pin_memory and on_cuda,
             fixed_epoch=fixed_epoch,
+            from_the_top=from_the_top,
         )
         self.loaders.append(loader)
         return loader
@@ -254,6 +256,7 @@ class _Run:
             world_size=self.plan.world_size,
             accumulate=self.plan.accumulate,
             total_steps=self.plan.total_steps,
+            validates=self.val is not None,
             run_dir=self.run_dir,
             callbacks=callbacks,
             loggers=[] if config.trainer.fast_dev_run else build_loggers(config, self.run_dir),

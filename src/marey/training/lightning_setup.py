@@ -35,6 +35,7 @@ OURS = frozenset(
         "enable_progress_bar",
         "fast_dev_run",
         "limit_train_batches",
+        "limit_val_batches",
         "logger",
         "max_epochs",
         "max_steps",
@@ -69,6 +70,7 @@ def build_trainer(
     world_size: int,
     accumulate: int,
     total_steps: int | None,
+    validates: bool,
     run_dir: Path,
     callbacks: Sequence[pl.Callback],
     loggers: Sequence[Logger],
@@ -76,21 +78,22 @@ def build_trainer(
     """The Trainer that ``trainer.*`` describes.
 
     Steps, epochs and limits reach it as one number of optimizer steps (``total_steps``; None runs until it is
-    stopped): the loader's length has the limits in it already, and time is kept by the run itself.
+    stopped): the loaders' lengths have the limits in them already, and time is kept by the run itself.
 
     Raises:
-        UserError: what Lightning refuses, and strategies that shard or copy the model otherwise.
+        UserError: what Lightning refuses, and strategies that shard the model or start ranks otherwise.
     """
     arguments: dict[str, Any] = {name: value for name, value in config.model_dump().items() if name not in OURS}
     if not callbacks_save(callbacks):
         arguments["enable_checkpointing"] = False
-    with refusals_in_words():
+    with refusals_in_words(ValueError, TypeError, ImportError):
         return pl.Trainer(
             **arguments,
             accelerator=config.accelerator,
             strategy=_strategy(config, world_size),
             accumulate_grad_batches=accumulate,
             limit_train_batches=1.0,
+            limit_val_batches=1.0 if validates else 0,
             max_epochs=-1,
             max_steps=-1 if total_steps is None else total_steps,
             max_time=None,
@@ -136,11 +139,13 @@ def _strategy(config: TrainerConfig, world_size: int) -> str | Strategy:
 
 
 @contextlib.contextmanager
-def refusals_in_words() -> Iterator[None]:
-    """Lightning's own refusals as one sentence."""
+def refusals_in_words(*also: type[Exception]) -> Iterator[None]:
+    """Lightning's own refusals as one sentence, and the errors ``also`` where they can mean nothing else."""
     try:
         yield
-    except MisconfigurationException as error:
+    except Exception as error:
+        if not isinstance(error, (MisconfigurationException, *also)):
+            raise
         raise UserError(f"Lightning refuses this run: {_first_sentence(str(error))}") from error
 
 

@@ -53,7 +53,9 @@ class MicroStepLoader:
     ``iter()`` goes on where the last one stopped, to the end of the epoch. Workers prefetch across epochs
     (with ``persistent_workers``). ``waited`` counts the seconds spent waiting for data.
 
-    ``fixed_epoch`` repeats the draws of epoch 0 in every epoch. ``describe`` names the file behind a draw.
+    ``fixed_epoch`` repeats the draws of epoch 0 in every epoch; ``from_the_top`` makes every ``iter()`` start there
+    (validation: what is measured must not depend on how much was looked at before). ``describe`` names the file
+    behind a draw.
     """
 
     def __init__(
@@ -69,13 +71,14 @@ class MicroStepLoader:
         describe: Callable[[Draw], str],
         pin_memory: bool,
         fixed_epoch: bool = False,
+        from_the_top: bool = False,
     ) -> None:
         self.plan, self.micro_steps, self.world, self.rank = plan, micro_steps, world, rank
         self.batch = config.batch_size
         self.micro_batch = config.micro_batch_size or config.batch_size
         self.waited = 0.0
         self._dataset, self._config, self._collate, self._describe = dataset, config, collate, describe
-        self._pin_memory, self._fixed_epoch = pin_memory, fixed_epoch
+        self._pin_memory, self._fixed_epoch, self._from_the_top = pin_memory, fixed_epoch, from_the_top
         self._next = (0, 0)
         self._stream: Iterator[ViewChunk] | None = None
         self._stuck = False
@@ -112,6 +115,8 @@ class MicroStepLoader:
         )
 
     def __iter__(self) -> Iterator[list[ViewChunk]]:
+        if self._from_the_top and self._next[1] != 0:
+            self.start_at(epoch=0, micro_step=0)
         if self._stream is None:
             self._stream = self._open()
         return self._epoch()

@@ -13,6 +13,7 @@ from torch import nn
 
 from marey.config.schema import EncoderConfig, describe
 from marey.core.errors import UserError
+from marey.training.batchplan import BatchPlan
 
 # Changing these changes how a run is carried out or watched, not what it computes.
 HARMLESS = (
@@ -51,6 +52,15 @@ HARMLESS = (
     "trainer.profiler",
     "trainer.val_check_interval",
     "wandb",
+)
+
+# How ranks share one experiment's batches; harmless while the batches themselves stay what they were.
+PARTITION = (
+    "loader.batch_size",
+    "projector.norm_group",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.strategy",
 )
 
 
@@ -114,17 +124,23 @@ def load_weights(
 
 
 def check_same_experiment(
-    old: Mapping[str, Any], config: EncoderConfig, *, path: Path, allow: Sequence[str]
+    old: Mapping[str, Any], config: EncoderConfig, *, path: Path, allow: Sequence[str], same_batches: bool
 ) -> list[str]:
     """Refuse an exact resume whose configuration would make it another experiment.
 
-    ``allow`` names keys, or sections, whose change is accepted. Returns the accepted changes, for the receipt.
+    ``allow`` names keys, or sections, whose change is accepted. ``same_batches``: effective batch, statistic batch
+    and BatchNorm group are those of the checkpoint. Returns the accepted changes, for the receipt.
 
     Raises:
         UserError: listing every change that is not accepted.
     """
+    harmless = set(HARMLESS)
+    if same_batches:
+        harmless |= set(PARTITION)
+    if config.scheduler.end_lr != config.optimizer.lr or config.weight_decay_scheduler.enabled:
+        harmless -= {"trainer.max_epochs", "trainer.max_steps"}  # they say where the schedule ends
     changes = {
-        key: (before, after) for key, before, after in _changes(old, describe(config)) if not _covers(HARMLESS, key)
+        key: (before, after) for key, before, after in _changes(old, describe(config)) if not _covers(harmless, key)
     }
     refused = [f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if not _covers(allow, key)]
     if refused:
@@ -189,7 +205,7 @@ class Start:
 
 
 def begin(
-    config: EncoderConfig, module: nn.Module, *, world_size: int, data: Sequence[Mapping[str, Any]]
+    config: EncoderConfig, module: nn.Module, *, plan: BatchPlan, data: Sequence[Mapping[str, Any]]
 ) -> tuple[Start | None, dict[str, Any] | None]:
     """Do what ``resume.*`` asks: load weights into ``module`` now, or say where an exact resume goes on.
 
@@ -223,10 +239,16 @@ def begin(
     if not exact:
         load_weights(module, checkpoint, weights=weights, ema_key=config.ema.save_key, path=path)
         return None, said
-    said["allowed_changes"] = check_same_experiment(about["config"], config, path=path, allow=allow)
+    same_batches = all(
+        about[name] == getattr(plan, name) for name in ("effective_batch", "statistic_batch", "norm_group")
+    )
+    said["allowed_changes"] = check_same_experiment(
+        about["config"], config, path=path, allow=allow, same_batches=same_batches
+    )
     check_same_data(about["receipt"]["data"]["train"], data, path=path, allow=allow)
-    if about["world_size"] != world_size:
+    if about["world_size"] != plan.world_size:
         said["notes"].append(
-            f"written by {about['world_size']} ranks, continued by {world_size}: equal within rounding, not bit by bit"
+            f"written by {about['world_size']} ranks, continued by {plan.world_size}: "
+            "equal within rounding, not bit by bit"
         )
     return Start(path, about["step"], about["epoch"], about["resume"]), said

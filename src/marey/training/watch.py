@@ -34,6 +34,10 @@ from marey.training.signals import StopRequest
 MAX_SKIPPED_IN_A_ROW = 10
 
 
+class AgreedRefusalError(UserError):
+    """A refusal that every rank raises at the same point, so that none needs to end the others."""
+
+
 @dataclass
 class StepReport:
     """One optimizer step over all ranks. Losses are means over its clips."""
@@ -227,13 +231,13 @@ class Watch(pl.Callback):
             epoch = trainer.current_epoch
             write_json(path, [*earlier, {"step": step, "epoch": epoch, "micro_steps": list(chain(*ranks))}])
         if self._config.on_nonfinite == "stop":
-            raise UserError(
+            raise AgreedRefusalError(
                 f"the loss or a gradient is not finite at step {step}, before its update; {path} lists the step's "
                 "clips; lower optimizer.lr, look at those clips, or set on_nonfinite=skip"
             )
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
-            raise UserError(
+            raise AgreedRefusalError(
                 f"{self._skipped_in_a_row} optimizer steps in a row are not finite, the last at step {step}; {path} "
                 "lists their clips; lower optimizer.lr or resume from an earlier checkpoint"
             )
