@@ -34,7 +34,7 @@ def run_application(words: list[str]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
     if _starts_one_run(options):
         check(
-            compose.load_config(
+            compose.load_run(
                 options.overrides,
                 config_name=options.config_name or compose.DEFAULT_CONFIG,
                 config_dir=None if options.config_dir is None else Path(options.config_dir),
@@ -49,7 +49,7 @@ def run_application(words: list[str]) -> None:
             plain = compose.to_plain(composed)
             hydra_config = HydraConfig.get()
             execute(
-                compose.validate(plain),
+                compose.validate_run(plain),
                 run_dir=Path(os.environ.get(RUN_DIR_VARIABLE) or hydra_config.runtime.output_dir).resolve(),
                 overrides=list(hydra_config.overrides.task),
                 command=list(original),

@@ -11,18 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from marey.config.schema import EncoderConfig, describe
+from marey.config.schema import describe
 from marey.core.errors import UserError
-from marey.training.batchplan import BatchPlan
+from marey.training.kinds.base import Kind
 
-# Changing these changes how a run is carried out or watched, not what it computes.
+# Changing these changes how a run is carried out or watched, not what it computes; each kind of run adds its own.
 HARMLESS = (
     "checkpoint",
     "data.name",
-    "data.num_episodes",
     "data.val",
-    "loader.micro_batch_size",
-    "loader.normalize_on_gpu",
     "loader.num_workers",
     "loader.persistent_workers",
     "loader.pin_memory",
@@ -52,15 +49,6 @@ HARMLESS = (
     "trainer.profiler",
     "trainer.val_check_interval",
     "wandb",
-)
-
-# How ranks share one experiment's batches; harmless while the batches themselves stay what they were.
-PARTITION = (
-    "loader.batch_size",
-    "projector.norm_group",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "trainer.strategy",
 )
 
 
@@ -124,7 +112,7 @@ def load_weights(
 
 
 def check_same_experiment(
-    old: Mapping[str, Any], config: EncoderConfig, *, path: Path, allow: Sequence[str], same_batches: bool
+    old: Mapping[str, Any], kind: Kind, *, path: Path, allow: Sequence[str], same_batches: bool
 ) -> list[str]:
     """Refuse an exact resume whose configuration would make it another experiment.
 
@@ -134,9 +122,10 @@ def check_same_experiment(
     Raises:
         UserError: listing every change that is not accepted.
     """
-    harmless = set(HARMLESS)
+    config = kind.config
+    harmless = {*HARMLESS, *kind.harmless}
     if same_batches:
-        harmless |= set(PARTITION)
+        harmless |= set(kind.partition)
     if config.scheduler.end_lr != config.optimizer.lr or config.weight_decay_scheduler.enabled:
         harmless -= {"trainer.max_epochs", "trainer.max_steps"}  # they say where the schedule ends
     changes = {
@@ -153,7 +142,12 @@ def check_same_experiment(
 
 
 def check_same_data(
-    old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], *, path: Path, allow: Sequence[str]
+    old: Sequence[Mapping[str, Any]],
+    new: Sequence[Mapping[str, Any]],
+    *,
+    facts: Sequence[str],
+    path: Path,
+    allow: Sequence[str],
 ) -> None:
     """Refuse an exact resume on data that is no longer what it was.
 
@@ -163,7 +157,7 @@ def check_same_data(
     if _covers(allow, "data.train"):
         return
     for index, (before, after) in enumerate(zip(old, new, strict=False)):
-        for key in ("version", "usable_episodes", "clips_per_epoch"):
+        for key in facts:
             if before.get(key) != after.get(key):
                 raise UserError(
                     f"resuming {path} exactly needs the data it was trained on, and source {index} "
@@ -204,16 +198,15 @@ class Start:
     """``marey.resume`` of the checkpoint."""
 
 
-def begin(
-    config: EncoderConfig, module: nn.Module, *, plan: BatchPlan, data: Sequence[Mapping[str, Any]]
-) -> tuple[Start | None, dict[str, Any] | None]:
+def begin(kind: Kind, module: nn.Module) -> tuple[Start | None, dict[str, Any] | None]:
     """Do what ``resume.*`` asks: load weights into ``module`` now, or say where an exact resume goes on.
 
-    ``data`` describes the training sources as the receipt does. Also returns what the receipt says of it.
+    Also returns what the receipt says of it.
 
     Raises:
         UserError: a checkpoint that cannot be read, does not fit, or would continue as another experiment.
     """
+    config, plan = kind.config, kind.plan
     if config.resume.ckpt_path is None:
         return None, None
     path = Path(config.resume.ckpt_path).expanduser()
@@ -225,6 +218,11 @@ def begin(
         )
     checkpoint = read_checkpoint(path)
     about = checkpoint["marey"]
+    if about["kind"] != kind.name:
+        raise UserError(
+            f"resume.ckpt_path={path} holds a checkpoint of kind {about['kind']} and this run is of kind {kind.name}; "
+            "give a checkpoint of the same objective"
+        )
     said: dict[str, Any] = {
         "path": str(path.resolve()),
         "run_id": about["receipt"].get("run_id"),
@@ -243,10 +241,15 @@ def begin(
         about[name] == getattr(plan, name) for name in ("effective_batch", "statistic_batch", "norm_group")
     )
     said["allowed_changes"] = check_same_experiment(
-        about["config"], config, path=path, allow=allow, same_batches=same_batches
+        about["config"], kind, path=path, allow=allow, same_batches=same_batches
     )
-    check_same_data(about["receipt"]["data"]["train"], data, path=path, allow=allow)
+    check_same_data(
+        about["receipt"]["data"]["train"], kind.describe_train(), facts=kind.data_facts, path=path, allow=allow
+    )
     if about["world_size"] != plan.world_size:
+        problem = kind.partition_problem(old_world=about["world_size"])
+        if problem is not None:
+            raise UserError(f"resuming {path} exactly is not possible: {problem}")
         said["notes"].append(
             f"written by {about['world_size']} ranks, continued by {plan.world_size}: "
             "equal within rounding, not bit by bit"

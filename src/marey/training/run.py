@@ -8,7 +8,8 @@ from pathlib import Path
 import yaml
 
 from marey.config import compose
-from marey.config.schema import EncoderConfig, describe
+from marey.config.runs import RunConfig
+from marey.config.schema import describe
 from marey.core.files import write_text
 from marey.training.batchplan import resolve_devices
 from marey.training.compare import comparison_lines, restore_lines
@@ -19,7 +20,7 @@ RUN_DIR_VARIABLE = "MAREY_RUN_DIR"
 """Set by the process a person started, so that the ranks it starts know the run's folder."""
 
 
-def check(config: EncoderConfig) -> None:
+def check(config: RunConfig) -> None:
     """Everything that can be refused before anything is loaded or written.
 
     Raises:
@@ -30,12 +31,12 @@ def check(config: EncoderConfig) -> None:
     check_folder(checkpoint_folder(config), None if config.resume.ckpt_path is None else Path(config.resume.ckpt_path))
 
 
-def checkpoint_folder(config: EncoderConfig) -> Path:
+def checkpoint_folder(config: RunConfig) -> Path:
     """Absolute: relative paths resolve from where the run was launched."""
     return Path(config.checkpoint.dirpath).expanduser().resolve()
 
 
-def execute(config: EncoderConfig, *, run_dir: Path, overrides: list[str], command: list[str]) -> None:
+def execute(config: RunConfig, *, run_dir: Path, overrides: list[str], command: list[str]) -> None:
     """Run ``config``, leaving its records in ``run_dir``.
 
     Raises:
@@ -69,14 +70,12 @@ def execute(config: EncoderConfig, *, run_dir: Path, overrides: list[str], comma
             os.environ.pop(RUN_DIR_VARIABLE, None)
 
 
-def recipe_differences(config: EncoderConfig, overrides: list[str]) -> list[str]:
+def recipe_differences(config: RunConfig, overrides: list[str]) -> list[str]:
     """Every value that is not the chosen recipe's, as ``key=value (recipe: value)``."""
-    groups = compose.group_overrides(overrides)
-    recipes = [line for line in groups if line.startswith("recipe=")]
-    return compose.differences(describe(config), describe(compose.load_config(recipes)))
+    return compose.differences(describe(config), describe(compose.load_recipe(config, overrides)))
 
 
-def announce(config: EncoderConfig, differences: list[str]) -> None:
+def announce(config: RunConfig, differences: list[str]) -> None:
     """Which experiment this is, in a few lines, before it starts."""
     world_size = resolve_devices(config.trainer) * config.trainer.num_nodes
     say(f"recipe        {config.recipe.name}: {config.recipe.source}")
