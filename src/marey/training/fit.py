@@ -23,7 +23,7 @@ from marey.training.batchplan import BatchPlan, batch_plan, max_seconds, validat
 from marey.training.checkpoint import CheckpointWriter, check_retention
 from marey.training.console import Console, Validation
 from marey.training.data import ClipData, build_loader, open_train, open_val
-from marey.training.folders import LAST, checkpoints_in
+from marey.training.launched import launched_rank
 from marey.training.ledger import Ledger
 from marey.training.lightning_setup import (
     build_trainer,
@@ -37,9 +37,10 @@ from marey.training.metrics import MetricsCallback, MetricsFile
 from marey.training.module import TrainingModule
 from marey.training.receipt import Ending
 from marey.training.record import Record
+from marey.training.refusals import clear_refusals, leave_refusal, refusal_elsewhere
 from marey.training.resume import Start, begin
 from marey.training.schedule import check_schedule
-from marey.training.signals import StopRequest
+from marey.training.signals import ABORTED, StopRequest
 from marey.training.watch import AgreedRefusalError, Watch
 
 Say = Callable[[str], None]
@@ -64,6 +65,8 @@ def fit(
     """
     if _rank() != 0:
         say = _silent
+    else:
+        clear_refusals(run_dir)
     refuse_foreign_callbacks()
     check_retention(config.checkpoint)
     loaders: list[MicroStepLoader] = []
@@ -78,6 +81,7 @@ def fit(
         except UserError as error:
             if _rank() != 0:
                 # Lightning notices this exit code and ends the other ranks, which wait for this one in vain.
+                leave_refusal(run_dir, rank=_rank(), error=error)
                 print(f"marey: rank {_rank()}: {error}", file=sys.stderr, flush=True)
                 sys.exit(2)
             raise
@@ -147,13 +151,7 @@ class _Run:
             metrics=self.metrics,
             averaging=averaging,
         )
-        self.writer = CheckpointWriter(
-            checkpoint_dir,
-            config.checkpoint,
-            watch=self.watch,
-            record=self.record,
-            keep_names=self._names_of_another_run(),
-        )
+        self.writer = CheckpointWriter(checkpoint_dir, config.checkpoint, watch=self.watch, record=self.record)
         if self.start is not None:
             self._restore(self.start)
         self.trainer = self._trainer(averaging)
@@ -203,13 +201,19 @@ class _Run:
             )
         except SystemExit as error:
             # How Lightning leaves on a KeyboardInterrupt.
-            raise KeyboardInterrupt from error
+            raise KeyboardInterrupt(ABORTED) from error
         except torch.OutOfMemoryError as error:
             held = self.config.loader.micro_batch_size or self.plan.batch_size
             raise UserError(
                 f"the device ran out of memory with {held} clips at a time; a smaller loader.micro_batch_size "
                 "(it must divide loader.batch_size) needs less and gives the same results"
             ) from error
+        except RuntimeError as error:
+            # What a rank sees when another one has left.
+            said = None if self.plan.world_size == 1 else refusal_elsewhere(self.run_dir)
+            if said is None:
+                raise
+            raise AgreedRefusalError(said) from error
 
     def _module(self) -> TrainingModule:
         config, plan = self.config, self.plan
@@ -268,12 +272,6 @@ class _Run:
             )
         return trainer
 
-    def _names_of_another_run(self) -> frozenset[str]:
-        """Weights taken from a checkpoint start another run: in one folder it must not write over the first."""
-        if self.start is not None:
-            return frozenset()
-        return frozenset(path.name for path in checkpoints_in(self.checkpoint_dir)) - {LAST}
-
     def _restore(self, start: Start) -> None:
         """What is neither weights, optimizer nor Lightning's counts; those, Lightning restores."""
         self.ledger.load_state_dict(start.state["consumed"])
@@ -310,7 +308,7 @@ def _check_length(config: EncoderConfig, plan: BatchPlan) -> None:
 
 def _rank() -> int:
     """This process's rank as far as the environment tells, before there is a Trainer to ask."""
-    return int(getattr(rank_zero_only, "rank", 0) or 0)
+    return int(getattr(rank_zero_only, "rank", 0) or 0) or launched_rank()
 
 
 def _seed_libraries(seed: int) -> None:

@@ -56,6 +56,7 @@ class TrainingModule(pl.LightningModule):
         self.config = config
         self.plan = plan
         self._window: list[MicroStepRecord] = []
+        self._configured: list[dict[str, Any]] = []
         self._loaders = (train_loader, val_loader)
 
     def train_dataloader(self) -> MicroStepLoader:
@@ -92,7 +93,7 @@ class TrainingModule(pl.LightningModule):
         return output.loss
 
     def validation_step(self, batch: list[ViewChunk], batch_idx: int) -> dict[str, Tensor]:
-        """The training loss and its parts on validation clips, views drawn for epoch 0 whatever the epoch."""
+        """The training loss and its parts on validation clips, all tokens, views of epoch 0 whatever the epoch."""
         output = self._forward(batch, micro_step=batch_idx)
         return {"loss": output.loss, **output.parts}
 
@@ -123,10 +124,25 @@ class TrainingModule(pl.LightningModule):
         """AdamW, and a learning rate that is a function of the optimizer step."""
         optimizer = build_adamw(self, self.config.optimizer)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._share_of_peak)
+        kept = ("initial_lr", "weight_decay", "betas")
+        self._configured = [{key: group[key] for key in kept} for group in optimizer.param_groups]
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 1},
         }
+
+    def on_train_start(self) -> None:
+        """Make a resumed optimizer and schedule this configuration's: Lightning restores the checkpoint's settings.
+
+        Where nothing was changed, the same numbers are computed again, bit by bit.
+        """
+        if self.trainer.ckpt_path is None:
+            return
+        optimizer, scheduler = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
+        scheduler.base_lrs = [group["initial_lr"] for group in self._configured]
+        for group, configured in zip(optimizer.param_groups, self._configured, strict=True):
+            group.update(configured)
+            group["lr"] = configured["initial_lr"] * self._share_of_peak(scheduler.last_epoch)
 
     def _share_of_peak(self, step: int) -> float:
         config = self.config

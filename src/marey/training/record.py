@@ -22,6 +22,7 @@ from marey.training.exposure import per_source, write_exposure
 from marey.training.ledger import Ledger
 from marey.training.metrics import MetricsCallback
 from marey.training.receipt import Receipt, Status, now, open_receipt
+from marey.training.signals import ABORTED
 from marey.training.watch import Watch
 
 
@@ -136,7 +137,7 @@ class Record:
             self.close("refused", " ".join(str(error).split()))
             raise
         except KeyboardInterrupt:
-            self.close("failed", "aborted by a second Ctrl-C; what was saved before is complete")
+            self.close("failed", ABORTED)
             raise
         except BaseException as error:
             self.close("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])
