@@ -14,7 +14,9 @@ from marey.core.errors import UserError
 
 FROZEN = {
     "demo": ["--out", "--seed", "--steps", "--videos"],
-    "embed": ["--batch", "--clips-per-video", "--device", "--overwrite", "--per", "--weights", "checkpoint", "out", "source"],
+    "embed": [
+        "--batch", "--clips-per-video", "--device", "--overwrite", "--per", "--weights", "checkpoint", "out", "source",
+    ],
     "ingest": [
         "--episode-length", "--labels", "--quality", "--rate", "--short-edge", "--stall", "--workers", "out", "sources",
     ],

@@ -185,15 +185,16 @@ def _cost_lines(config: EncoderConfig, plan: BatchPlan, cost: StepCost) -> list[
         f"{micro} of {plan.batch_size} clips at a time, recomputed" if micro else f"{plan.batch_size} clips at a time"
     )
     lines = [
-        f"model            {config.model.name}: {cost.parameters:,} parameters, projector {cost.projector_parameters:,}",
+        f"model            {config.model.name}: {cost.parameters:,} parameters, "
+        f"projector {cost.projector_parameters:,}",
         f"tokens           {cost.tokens_global} of {cost.tokens_global_all} global + {views} x {cost.tokens_local} of "
         f"{cost.tokens_local_all} local = {cost.tokens_per_clip} of {cost.tokens_per_clip_all} per clip "
         f"({cost.tokens_per_clip / cost.tokens_per_clip_all:.1%}); "
         f"{cost.tokens_per_clip * plan.effective_batch:,} per optimizer step; padding 0%",
         f"compute          {step_flops / 1e12:,.3g} TFLOP per optimizer step on all ranks "
         f"(matrix products, forward and backward{', recomputation included' if micro else ''})",
-        f"memory           about {cost.memory_bytes / 2**30:.2g} GiB per rank ({held}; an estimate: weights, gradients, "
-        "AdamW, EMA, activations)",
+        f"memory           about {cost.memory_bytes / 2**30:.2g} GiB per rank ({held}; an estimate: weights, "
+        "gradients, AdamW, EMA, activations)",
         f"loader           {cost.bytes_shipped_per_clip / 2**20:.2f} MiB shipped per clip: the kept patches alone",
     ]
     if plan.total_steps is not None:
