@@ -17,11 +17,13 @@ HEAD = """\
 # Configuration of the encoder run
 
 Every key of `marey train` (and `python main.py`), its default in the recipe `walking_tours_vitb`, and what it means.
-`marey train --cfg job` prints the resolved values of a command without running it; `marey plan` says what they add up to.
+`marey train --cfg job` prints the resolved values of a command without running it; `marey plan` says what they add up
+to.
 Unknown keys are refused with the nearest valid one. This page is written by `python docs/make_reference.py`.
 
-Choose a recipe with `recipe=` (walking_tours_vitb, k710_control, consumer_vit_tiny, videomix_vitl, smoke, demo) and data with
-`data=` (walking_tours, demo, custom), then override keys: `marey train recipe=smoke data=custom data.train=my.lance`.
+Choose a recipe with `recipe=` (walking_tours_vitb, k710_control, consumer_vit_tiny, videomix_vitl, smoke, demo) and
+data with `data=` (walking_tours, walking_tours_8, k710_20_percent, videomix, demo, custom; it wins over the recipe's),
+then override keys: `marey train recipe=smoke data=custom data.train=my.lance`.
 """
 
 
@@ -58,7 +60,8 @@ def page() -> str:
         parts.append(f"\n## `{name}`\n\n{(model.__doc__ or '').strip()}\n\n| key | default | meaning |\n|---|---|---|")
         parts.extend(rows(model, defaults[name], f"{name}."))
     parts.append(
-        "\n## A source of a mixture\n\n`data.train=[{path: a.lance, clips_per_video: 200}, {path: b.lance, clips_per_video: 50}]`: "
+        "\n## A source of a mixture\n\n"
+        "`data.train=[{path: a.lance, clips_per_video: 200}, {path: b.lance, clips_per_video: 50}]`: "
         "each source is drawn in proportion to its clips.\n\n| key | meaning |\n|---|---|"
     )
     for name, field in SourceConfig.model_fields.items():

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
-from hypothesis import strategies as st
 
 from marey import story
 from marey.config.causal import CausalConfig
@@ -20,17 +17,6 @@ from marey.evaluation.demo_future import PATCH, SIDE, Latents, small_latents
 from marey.evaluation.page import page
 from marey.latents.manifest import read_manifest
 from marey.pixels.digits import encode
-
-
-@given(st.text(st.characters(exclude_characters="$", exclude_categories=["Cs", "Cc"]), min_size=1))
-def test_any_path_reaches_the_configuration_as_it_is(path):
-    (parsed,) = OverridesParser.create().parse_overrides([story.override("data.train", path)])
-    assert parsed.value() == path
-
-
-def test_a_path_that_would_be_interpolated_is_refused():
-    with pytest.raises(UserError, match="rename that folder"):
-        story.override("data.train", "/a/${b}")
 
 
 def test_training_is_the_command_a_person_would_type(tmp_path: Path):

@@ -1,6 +1,7 @@
 """The ``marey`` command: one function per command, each imports its room when it is called.
 
-Exit codes: 0 done or stopped on request, 2 the request is wrong (one sentence on stderr), 1 a bug.
+Exit codes: 0 done or stopped on request, 2 the request is wrong (one sentence on stderr), 130 training was stopped at
+once, 1 a bug.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from marey import __version__
 from marey.core.errors import UserError
+from marey.core.stopping import sigterm_is_ctrl_c
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -20,12 +23,13 @@ Command = Callable[[argparse.Namespace], None]
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the ``marey`` script and of ``python -m marey``."""
     words = list(sys.argv[1:] if argv is None else argv)
-    # The first is what a person types; the second is how Lightning starts the other ranks of a Hydra application.
-    if words[:1] == ["train"] or words[:1] in (["-cp"], ["--experimental-rerun"]):
-        train(words[1:] if words[0] == "train" else words)
-        return
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    # The first is what a person types; the second is how Lightning starts the other ranks of a Hydra application.
+    if words[:1] == ["train"] or words[:1] in (["-cp"], ["--experimental-rerun"]):
+        words = words[1:] if words[0] == "train" else words
+        train([*words, "--debug"] if debug else words)
+        return
     if words[:2] == ["plan", "train"]:  # `marey plan` in front of the command one is about to type
         words.pop(1)
     arguments = _parser().parse_args(words)
@@ -45,25 +49,28 @@ def train(words: Sequence[str] | None = None) -> None:
 
         run_application([word for word in given if word != "--debug"])
 
-    _guarded(run, debug=debug)
+    # A first Ctrl-C during training ends it like a finished run; an interrupt that gets here lost something.
+    _guarded(run, debug=debug, stopped=130)
 
 
-def _guarded(run: Callable[[], None], *, debug: bool) -> None:
+def _guarded(run: Callable[[], None], *, debug: bool, stopped: int = 0) -> None:
+    """Run a command and leave with its exit code; ``stopped`` is that of an interrupt which reaches this far."""
     try:
         run()
     except UserError as error:
         if debug:
-            raise
+            traceback.print_exc()
         print(f"marey: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("marey: stopped on request; files already complete are kept", file=sys.stderr)
-        sys.exit(0)
+    except KeyboardInterrupt as stop:
+        print(f"marey: {str(stop) or 'stopped on request; files already complete are kept'}", file=sys.stderr)
+        sys.exit(stopped)
     except BrokenPipeError:  # `marey inspect ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
 
 
+@sigterm_is_ctrl_c()
 def _ingest(arguments: argparse.Namespace) -> None:
     from marey.pixels.ingest import ingest
 
@@ -81,6 +88,7 @@ def _ingest(arguments: argparse.Namespace) -> None:
     print(report.text())
 
 
+@sigterm_is_ctrl_c()
 def _encode(arguments: argparse.Namespace) -> None:
     from marey.evaluation.encoding import encode_store, parse_options
 
@@ -117,6 +125,7 @@ def _make_config(arguments: argparse.Namespace) -> None:
     )
 
 
+@sigterm_is_ctrl_c()
 def _rollout(arguments: argparse.Namespace) -> None:
     from marey.evaluation.encoding import parse_options
     from marey.evaluation.latent_sample import CodecChoice
@@ -155,6 +164,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     print(inspect_text(Path(arguments.path), show_config=arguments.config))
 
 
+@sigterm_is_ctrl_c()
 def _embed(arguments: argparse.Namespace) -> None:
     from marey.evaluation.embed import embed
 
@@ -173,7 +183,12 @@ def _embed(arguments: argparse.Namespace) -> None:
     )
 
 
+@sigterm_is_ctrl_c()
 def _probe(arguments: argparse.Namespace) -> None:
+    from marey.core.files import refuse_unwritable, write_json
+
+    if arguments.json is not None:  # before the features, which take minutes
+        refuse_unwritable(Path(arguments.json), option="--json")
     from marey.evaluation.probe import probe
 
     result = probe(
@@ -190,9 +205,12 @@ def _probe(arguments: argparse.Namespace) -> None:
     )
     print(result.text())
     if arguments.json is not None:
-        from marey.core.files import write_json
-
-        write_json(Path(arguments.json), result.as_dict())
+        try:
+            write_json(Path(arguments.json), result.as_dict())
+        except OSError as error:
+            raise UserError(
+                f"--json {arguments.json} cannot be written ({error.strerror or error}); give another place"
+            ) from error
 
 
 def _demo(arguments: argparse.Namespace) -> None:
@@ -212,7 +230,9 @@ def _train_help(arguments: argparse.Namespace) -> None:
 
 def _add_encoder_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", choices=("ema", "online"), help="default: ema where the checkpoint has it")
-    parser.add_argument("--clips-per-video", type=_positive, default=1, help="evenly spaced clips of each episode")
+    parser.add_argument(
+        "--clips-per-video", type=_positive, default=1, help="evenly spaced clips of each episode, none twice"
+    )
     parser.add_argument("--batch", type=_positive, default=16, help="clips per forward pass (default: 16)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
 
@@ -224,6 +244,16 @@ def _positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _seed(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^63 - 1")
     return value
 
 
@@ -245,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--videos", metavar="DIR", help="use your own video files instead (no labels needed)")
     demo.add_argument("--out", default="demo-output", metavar="DIR", help="default: ./demo-output")
     demo.add_argument("--steps", type=_positive, help="optimizer steps (default: the demo recipe's)")
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--seed", type=_seed, default=0)
 
     ingest = command("ingest", _ingest, "video files -> frame store, resumable, with a report of every refused file")
     ingest.add_argument(
@@ -324,7 +354,7 @@ def _parser() -> argparse.ArgumentParser:
     rollout.add_argument("--steps", type=_positive, default=25, help="Euler steps (default: 25)")
     rollout.add_argument("--guidance", type=float, default=1.0, help="of the text; above 1 needs text dropout")
     rollout.add_argument("--text", help="instead of the clip's own")
-    rollout.add_argument("--seed", type=int, default=0, help="clips and noise (default: 0)")
+    rollout.add_argument("--seed", type=_seed, default=0, help="clips and noise (default: 0)")
     rollout.add_argument("--weights", choices=("ema", "online"), help="default: ema where the checkpoint has it")
     rollout.add_argument("--codec", help="what made the latents, where the data does not say")
     rollout.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of --codec, repeatable")
@@ -336,7 +366,7 @@ def _parser() -> argparse.ArgumentParser:
     probe.add_argument("--test", metavar="DATA", help="held-out data (default: a split of DATA by source video)")
     probe.add_argument("--labels", metavar="CSV", help="labels by source file (column `path`)")
     probe.add_argument("--label-column", default="label", help="column of --labels (default: label)")
-    probe.add_argument("--seed", type=int, default=0, help="split and random weights (default: 0)")
+    probe.add_argument("--seed", type=_seed, default=0, help="split and random weights (default: 0)")
     probe.add_argument("--json", metavar="FILE", help="write the numbers as JSON too")
     _add_encoder_options(probe)
     return parser

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from marey.core.commands import override
 from marey.core.errors import UserError
 from marey.core.files import write_json, write_text
 
@@ -254,21 +255,6 @@ def train_words(data: Sequence[str], *, run: Path, steps: int | None, seed: int)
         override("hydra.run.dir", str(run)),
         override("checkpoint.dirpath", str(run / "checkpoints")),
     ]
-
-
-def override(key: str, value: str) -> str:
-    """``key="value"`` in Hydra's grammar, whatever characters a path has.
-
-    Raises UserError for what the grammar cannot carry: a path with ``${``, which Hydra would interpolate.
-    """
-    if "${" in value:
-        raise UserError(f"{value} holds ${{, which the configuration would read as a reference; rename that folder")
-    # In Hydra a quote is escaped by a backslash, and backslashes are doubled only where they stand before a quote.
-    escaped = ""
-    for i, part in enumerate(value.split('"')):
-        slashes = len(part) - len(part.rstrip("\\"))
-        escaped += ('\\"' if i else "") + part + "\\" * slashes
-    return f'{key}="{escaped}"'
 
 
 def stream(command: Sequence[str], *, log: Path, say: Say) -> None:

@@ -89,6 +89,46 @@ def test_data_can_be_chosen_beside_a_recipe() -> None:
     assert (config.data.train, config.data.val) == ("videos", None)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("words", "data"),
+    [
+        (["data=demo"], {"name": "demo", "train": "demo:train", "val": "demo:heldout"}),
+        (["data=custom", "data.train=videos"], {"name": "custom", "train": "videos", "val": None}),
+    ],
+)
+def test_data_that_is_asked_for_wins_over_the_recipes(
+    recipe: str, order: int, words: list[str], data: dict[str, Any]
+) -> None:
+    config = compose.load_config([f"recipe={recipe}", *words][::order])
+    assert config.recipe.name == recipe
+    assert {key: getattr(config.data, key) for key in data} == data
+    assert config.data.num_episodes is None
+
+
+def test_every_recipe_brings_its_own_data() -> None:
+    names = {recipe: compose.load_config([f"recipe={recipe}"]).data.name for recipe in RECIPES}
+    assert names == {
+        "walking_tours_vitb": "walking_tours",
+        "k710_control": "k710_20_percent",
+        "consumer_vit_tiny": "walking_tours_8",
+        "videomix_vitl": "videomix",
+        "smoke": "demo",
+        "demo": "demo",
+    }
+
+
+@pytest.mark.parametrize(("words", "follows"), [([], False), (["hydra.job.chdir=true"], True)])
+def test_a_job_says_whether_it_works_in_its_run_folder(words: list[str], follows: bool) -> None:
+    assert compose.compose_job(words)[1] is follows
+
+
+@pytest.mark.parametrize("override", ["optimizer.lr=1", "trainer.limit_train_batches=1.0", "loss.sigreg.weight=0"])
+def test_a_whole_number_may_stand_for_a_real_one(override: str) -> None:
+    compose.load_config([override])
+
+
 def models(schema: type[BaseModel], prefix: str = "") -> set[str]:
     keys: set[str] = set()
     for name, field in schema.model_fields.items():
@@ -121,6 +161,19 @@ def test_composed_configurations_survive_a_round_trip() -> None:
         ("data=walkingtours", "did you mean data=walking_tours?"),
         ("loader.batch_size=0", "loader.batch_size=0 is not allowed"),
         ("loader.batch_size=many", "loader.batch_size=many is not allowed"),
+        ("loader.batch_size=true", "loader.batch_size=true is not allowed: it must be a valid integer"),
+        ("loader.batch_size=8.0", "loader.batch_size=8.0 is not allowed"),
+        ("optimizer.lr=true", "optimizer.lr=true is not allowed"),
+        ("optimizer.betas=[true,0.9]", "optimizer.betas[0]=true is not allowed"),
+        ("loader.pin_memory=1", "loader.pin_memory=1 is not allowed"),
+        ("trainer.limit_train_batches=true", "trainer.limit_train_batches=true is not allowed"),
+        ("trainer.limit_train_batches=1.5", "trainer.limit_train_batches=1.5 is not allowed"),
+        ("trainer.limit_val_batches=-1", "trainer.limit_val_batches=-1 is not allowed"),
+        ("trainer.overfit_batches=2.5", "trainer.overfit_batches=2.5 is not allowed"),
+        ("trainer.max_epochs=-7", "it must be greater than or equal to -1"),
+        ("trainer.val_check_interval=0", "trainer.val_check_interval=0 is not allowed"),
+        ("trainer.val_check_interval=1.5", "trainer.val_check_interval=1.5 is not allowed"),
+        ("trainer.check_val_every_n_epoch=0", "trainer.check_val_every_n_epoch=0 is not allowed"),
         ("loader.micro_batch_size=7", "must divide loader.batch_size=96"),
         ("projector.norm_group=7", "projector.norm_group=7 must divide"),
         ("model.img_size=225", "not a multiple of model.patch_size"),

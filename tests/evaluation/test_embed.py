@@ -41,6 +41,15 @@ def test_a_row_per_clip_holds_the_cls_output(checkpoint, source, tmp_path):
             assert table["embedding"][row].as_py() == pytest.approx(want.tolist(), abs=2e-5)
 
 
+def test_an_episode_gives_no_clip_twice(checkpoint, source, tmp_path):
+    notes = []
+    done = embed(checkpoint, "memory", tmp_path / "f.parquet", clips_per_video=1_000_000, say=notes.append)
+    table = pq.read_table(done.path)
+    assert table["start_step"].to_pylist() == [0, 1, 2, 3, 4] * 5
+    assert table["clip"].to_pylist() == [0, 1, 2, 3, 4] * 5
+    assert any("have fewer than 1000000 distinct clips and give each of theirs once: 25 clips" in n for n in notes)
+
+
 def test_a_row_per_frame_holds_the_mean_of_its_patches(checkpoint, source, tmp_path):
     embed(checkpoint, "memory", tmp_path / "f.parquet", per="frame", batch_size=2, say=lambda _: None)
     table = pq.read_table(tmp_path / "f.parquet")

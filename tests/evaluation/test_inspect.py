@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from safetensors.torch import save_file
 
 from marey.core.errors import UserError
@@ -101,8 +103,10 @@ def test_a_manifest_says_what_it_holds_and_who_made_it(tmp_path: Path):
     with pytest.raises(UserError, match=r"row 1, column path"):
         inspect_text(tmp_path / "m.csv")
     (tmp_path / "videos.csv").write_text("path,label\na.mp4,1\n")
-    with pytest.raises(UserError, match="marey ingest"):
+    with pytest.raises(UserError, match=r"no manifest of latents and, as a list of videos, faulty: .*a\.mp4 does not"):
         inspect_text(tmp_path / "videos.csv")
+    (tmp_path / "a.mp4").touch()
+    assert f"marey ingest {tmp_path}/videos.csv OUT.lance" in inspect_text(tmp_path / "videos.csv")
 
 
 RECEIPT = {
@@ -226,13 +230,14 @@ def test_files_of_other_programs_are_told_for_what_they_are(tmp_path: Path):
         ("none", lambda p: None, "does not exist"),
         ("none.lance", lambda p: None, "marey ingest"),
         ("half.lance", lambda p: p.with_name("half.lance.partial").mkdir(), "unfinished"),
-        ("plain.lance", lambda p: p.mkdir(), "not a readable Lance table"),
+        ("plain.lance", lambda p: p.mkdir(), r"not a Lance table \(it has no _versions folder\)"),
         ("folder", lambda p: p.mkdir(), "holds no run"),
         ("a.mp4", lambda p: p.write_bytes(b"x"), "is a video"),
         ("a.ckpt", lambda p: p.write_bytes(b""), "is empty"),
         ("a.json", lambda p: p.write_text("[1]"), "no receipt"),
         ("b.json", lambda p: p.write_text("{"), "not a readable receipt"),
-        ("c.txt", lambda p: p.write_text("hello"), "not a PyTorch checkpoint"),
+        ("c.txt", lambda p: p.write_text("hello"), "as a list of videos, faulty: .*line 1: hello does not exist"),
+        ("c.bin", lambda p: p.write_text("hello"), "not a PyTorch checkpoint"),
         ("d.safetensors", lambda p: p.write_text("hello"), "not a readable safetensors"),
         ("e.parquet", lambda p: p.write_text("hello"), "not a readable Parquet"),
     ],
@@ -242,6 +247,59 @@ def test_what_is_nothing_known_is_refused_in_a_sentence(tmp_path: Path, name, ma
     with pytest.raises(UserError, match=reason) as refused:
         inspect_text(tmp_path / name)
     assert str(tmp_path / name) in str(refused.value)
+
+
+def test_videos_in_a_folder_are_found_as_an_ingest_finds_them(tmp_path: Path):
+    for name in ("my set/run/deep/1.WMV", "my set/jump/2.ogv", "more/sub/3.mp4"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    text = inspect_text(tmp_path / "my set")
+    assert "class folders, 2 videos in 2 classes" in text
+    assert f"`marey ingest '{tmp_path}/my set' OUT.lance`" in text
+    assert "folder, 1 video, no labels" in inspect_text(tmp_path / "more")
+    with pytest.raises(UserError, match="is a video"):
+        inspect_text(tmp_path / "my set/jump/2.ogv")
+
+
+def test_a_suggested_command_holds_a_path_with_spaces_as_one_word(tmp_path: Path):
+    line = next(x for x in inspect_text(make_store(tmp_path / "my store.lance")).splitlines() if "marey train" in x)
+    words = shlex.split(line)
+    (parsed,) = OverridesParser.create().parse_overrides(words[-1:])
+    assert parsed.value() == str(tmp_path / "my store.lance")
+    (tmp_path / "a b.mp4").touch()
+    with pytest.raises(UserError, match=r"`marey ingest '.*/a b\.mp4' OUT\.lance`"):
+        inspect_text(tmp_path / "a b.mp4")
+    with pytest.raises(UserError, match=r"`marey ingest FOLDER '.*/no store\.lance'`"):
+        inspect_text(tmp_path / "no store.lance")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("metrics.csv", "the curve of a run"),
+        ("config.yaml", "the resolved configuration of a run"),
+        ("exposure", "how much of each source"),
+        ("exposure/step-0000020.parquet", "how much of each source"),
+        ("probe.json", "the probe results"),
+    ],
+)
+def test_a_file_of_a_run_is_named_and_points_to_the_run(tmp_path: Path, name: str, words: str):
+    run = tmp_path / "my run"
+    (run / "exposure").mkdir(parents=True)
+    (run / "receipt.json").write_text(json.dumps(RECEIPT))
+    if name != "exposure":
+        (run / name).write_text("step\n1\n")
+    text = inspect_text(run / name)
+    assert words in text
+    assert f"marey inspect '{run}'" in text
+
+
+def test_a_list_of_videos_says_how_it_is_read(tmp_path: Path):
+    (tmp_path / "a.mp4").touch()
+    (tmp_path / "my list.csv").write_text("path,label\na.mp4,3\n")
+    text = inspect_text(tmp_path / "my list.csv")
+    assert "CSV with a header, 1 videos, 1 with a label" in text
+    assert f"marey ingest '{tmp_path}/my list.csv' OUT.lance" in text
 
 
 def test_config_is_asked_of_what_has_one(tmp_path: Path):

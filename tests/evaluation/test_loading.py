@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 import zipfile
 from pathlib import Path
@@ -177,3 +178,15 @@ def test_loading_reads_no_more_than_it_needs(write):
     start = time.process_time()
     load_encoder(path)
     assert time.process_time() - start < 1.0
+
+
+def test_a_run_folder_names_the_checkpoints_of_its_receipt(tmp_path: Path, checkpoint):
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    run.mkdir()
+    kept.mkdir()
+    (run / "receipt.json").write_text(json.dumps({"config": {}, "checkpoint_dir": str(kept)}))
+    with pytest.raises(UserError, match=rf"this run's go to {kept}, which holds none"):
+        load_encoder(run)
+    checkpoint.rename(kept / "last.ckpt")
+    with pytest.raises(UserError, match=rf"this run's are in {kept}: try {kept}/last\.ckpt"):
+        load_encoder(run)

@@ -121,3 +121,35 @@ def test_unlabelled_and_unreadable_videos_take_no_part(checkpoint, data):
     result = probe(checkpoint, "x", say=said.append).result
     assert result.train_videos + result.test_videos == 19
     assert any("1 clip could not be read" in line for line in said)
+
+
+def test_a_video_reached_through_a_link_is_the_same_video(checkpoint, data, tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    data["x"] = ColouredSource([0, 1] * 6, folder=str(tmp_path / "real"))
+    data["y"] = ColouredSource([0, 1] * 4, folder=str(tmp_path / "link"))
+    with pytest.raises(UserError, match=r"real/000\.mp4 and 7 more are in both"):
+        probe(checkpoint, "x", test="y", say=silent)
+    # One video under two names stays on one side of the automatic split.
+    data["x"].files[6:] = [str(tmp_path / "link" / Path(file).name) for file in data["x"].files[:6]]
+    with pytest.raises(UserError, match="has 6 labelled videos"):
+        probe(checkpoint, "x", say=silent)
+    assert len(set(video_names(data["x"]))) == 6
+
+
+def test_a_class_of_which_nothing_can_be_read_is_a_refusal(checkpoint, data):
+    data["x"], data["y"] = ColouredSource([0, 1] * 6 + [2] * 3), ColouredSource([0, 1, 2] * 3, folder="/else")
+    data["x"].unreadable = {12, 13, 14}
+    for test in ("y", None):
+        with pytest.raises(UserError, match="no video of the class '2' in /data could be read"):
+            probe(checkpoint, "x", test=test, say=silent)
+    data["x"].unreadable = {12}
+    with pytest.raises(UserError, match="class '2' of what can be read of /data has 2 videos"):
+        probe(checkpoint, "x", test="y", say=silent)
+
+
+def test_test_data_of_which_nothing_labelled_can_be_read_is_a_refusal(checkpoint, data):
+    data["x"], data["y"] = ColouredSource([0, 1] * 6), ColouredSource([0, 1, -1], folder="/else")
+    data["y"].unreadable = {0, 1}
+    with pytest.raises(UserError, match="no labelled video of /else could be read"):
+        probe(checkpoint, "x", test="y", say=silent)

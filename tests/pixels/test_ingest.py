@@ -16,6 +16,7 @@ import pytest
 
 import marey.pixels.committer as committer_module
 import marey.pixels.ingest as ingest_module
+import marey.pixels.pool as pool_module
 from marey.core.errors import UserError
 from marey.pixels.ingest import ingest
 from marey.pixels.ingest_worker import CHUNK_FRAMES
@@ -404,6 +405,53 @@ def test_a_decoder_that_goes_on_is_not_stopped(tmp_path: Path, monkeypatch: pyte
     assert events[-1] == Finished(0, 9)
     events = list(run_tasks("slow:job", [(0, {})], workers=1, stall_s=0.1))
     assert isinstance(events[-1], Refused)
+
+
+@pytest.fixture
+def silent_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A job that says nothing for as many seconds as its payload says."""
+    (tmp_path / "silent.py").write_text(
+        "import time\ndef job(payload, tick):\n    time.sleep(payload['s'])\n    return 'done'\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "silent:job"
+
+
+def test_a_decoder_that_gets_too_little_of_the_cpu_is_given_longer_and_not_for_ever(
+    silent_job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (event,) = run_tasks(silent_job, [(0, {"s": 2.0})], workers=1, stall_s=1.0)
+    assert isinstance(event, Refused)  # it sleeps
+    monkeypatch.setattr(pool_module, "_cpu_seconds", lambda _pid: 0.3 * time.monotonic())
+    assert list(run_tasks(silent_job, [(0, {"s": 2.0})], workers=1, stall_s=1.0)) == [Finished(0, "done")]
+    begun = time.monotonic()
+    (event,) = run_tasks(silent_job, [(0, {"s": 3600})], workers=1, stall_s=0.5)
+    assert isinstance(event, Refused)
+    assert time.monotonic() - begun >= 0.5 * pool_module.STARVED
+
+
+def test_a_decoder_that_had_the_cpu_and_gave_nothing_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spinning.py").write_text("def job(payload, tick):\n    while True: pass\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (event,) = run_tasks("spinning:job", [(0, {})], workers=1, stall_s=0.5)
+    assert event == Refused(0, "no new frame for 0.5 s, so the decoder was stopped", lasting=False)
+
+
+def test_the_cpu_time_of_a_process_is_counted() -> None:
+    before = pool_module._cpu_seconds(os.getpid())
+    until = time.process_time() + 0.1
+    while time.process_time() < until:
+        pass
+    used = pool_module._cpu_seconds(os.getpid()) - before
+    assert used == 0 if not Path("/proc/self/stat").exists() else 0.05 < used < 10
+
+
+def test_a_decoder_that_is_slow_to_start_is_one_sentence(silent_job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "START_LIMIT_S", 0.01)
+    with pytest.raises(UserError, match="did not start within"):
+        list(run_tasks(silent_job, [(0, {"s": 0})], workers=1, stall_s=1.0))
 
 
 def test_a_decoder_does_not_outlive_its_parent(tmp_path: Path) -> None:

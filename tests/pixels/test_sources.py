@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from marey.core.errors import UserError
+from marey.pixels.listfile import read_list
 from marey.pixels.sources import discover
 
 
@@ -189,3 +190,69 @@ def test_what_does_not_exist_is_named(tmp_path: Path) -> None:
         discover([str(tmp_path / "nowhere")])
     with pytest.raises(UserError, match="no source"):
         discover([])
+
+
+def listed(root: Path, text: str) -> list[tuple[str, str | int | None]]:
+    """(name, label) of each entry of a list with this text."""
+    (root / "list.txt").write_text(text)
+    entries, _ = read_list(root / "list.txt")
+    return [(os.path.relpath(entry.path, root), entry.label) for entry in entries]
+
+
+def test_a_path_with_a_space_is_that_file_beside_a_folder_of_its_first_word(tmp_path: Path) -> None:
+    touch(tmp_path, "my bikes.mp4", "my/other.mp4")
+    assert listed(tmp_path, "my bikes.mp4\n") == [("my bikes.mp4", None)]
+    (tmp_path / "my bikes.mp4").unlink()
+    with pytest.raises(UserError, match=r"line 1: my bikes\.mp4 does not exist, and .*/my is no file"):
+        listed(tmp_path, "my bikes.mp4\n")
+    (tmp_path / "my bikes.mp4").symlink_to(tmp_path / "gone.mp4")
+    assert listed(tmp_path, "my bikes.mp4\n") == [("my bikes.mp4", None)]
+
+
+def test_a_line_that_can_be_read_in_two_ways_is_refused_and_quotes_decide(tmp_path: Path) -> None:
+    touch(tmp_path, "a.mp4", "a.mp4 1", "b.mp4")
+    with pytest.raises(UserError, match=r"line 2: both 'a\.mp4 1' and 'a\.mp4' are files"):
+        listed(tmp_path, "b.mp4 0\na.mp4 1\n")
+    assert listed(tmp_path, 'b.mp4 0\n"a.mp4 1"\n') == [("b.mp4", 0), ("a.mp4 1", None)]
+    assert listed(tmp_path, 'b.mp4 0\n"a.mp4" 1\n') == [("b.mp4", 0), ("a.mp4", 1)]
+
+
+def test_minus_one_is_unlabelled_beside_words_too(tmp_path: Path) -> None:
+    touch(tmp_path, "a.mp4", "b.mp4", "c.mp4")
+    text = "path,label\na.mp4,run\nb.mp4,-1\nc.mp4,\n"
+    assert listed(tmp_path, text) == [("a.mp4", "run"), ("b.mp4", None), ("c.mp4", None)]
+
+
+def test_a_label_of_two_signs_is_text_and_one_too_large_is_refused(tmp_path: Path) -> None:
+    touch(tmp_path, "a.mp4", "b.mp4")
+    assert listed(tmp_path, "a.mp4 +-3\nb.mp4 2\n") == [("a.mp4", "+-3"), ("b.mp4", "2")]
+    assert listed(tmp_path, f"a.mp4 +3\nb.mp4 {2**63 - 1}\n") == [("a.mp4", 3), ("b.mp4", 2**63 - 1)]
+    for large in (str(2**63), "9" * 20, "9" * 5000):
+        with pytest.raises(UserError, match=r"line 2: label 9.* is too large"):
+            listed(tmp_path, f"a.mp4 3\nb.mp4 {large}\n")
+
+
+def test_a_tab_separates_before_a_space_does(tmp_path: Path) -> None:
+    touch(tmp_path, "my clips/a b.mp4", "c.mp4")
+    assert listed(tmp_path, "my clips/a b.mp4\t3\nc.mp4\t4\n") == [("my clips/a b.mp4", 3), ("c.mp4", 4)]
+    assert listed(tmp_path, "my clips/a b.mp4\tjumping jack\n") == [("my clips/a b.mp4", "jumping jack")]
+
+
+def test_a_header_of_two_words_is_a_header(tmp_path: Path) -> None:
+    touch(tmp_path, "a.mp4")
+    assert listed(tmp_path, "Path  Label\na.mp4 3\n") == [("a.mp4", 3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('b.mp4 1\n"a.mp4 3\n', 2),
+        ('path,label,note\na.mp4,0,"two\nb.mp4,1,\n', 2),
+        ('path,label\nb.mp4,1\n"a.mp4,0\n', 3),
+        ('path,label\n"a.mp4,0\n"b.mp4",1\n', 2),
+    ],
+)
+def test_a_quote_left_open_is_said_with_its_line(tmp_path: Path, text: str, line: int) -> None:
+    touch(tmp_path, "a.mp4", "b.mp4")
+    with pytest.raises(UserError, match=rf"line {line}: .*never closed"):
+        listed(tmp_path, text)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import time
@@ -258,3 +259,17 @@ def test_what_is_neither_store_nor_video_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path / "gone.lance"):
         with pytest.raises(UserError, match="does not exist"):
             open_source(str(path), video_rate=15.0, video_episode_length=16)
+
+
+def test_a_name_that_is_no_text_is_refused_like_any_bad_file(tmp_path: Path) -> None:
+    make_video(tmp_path / "clips/a.mp4", frames=5)
+    odd = os.fsencode(tmp_path / "clips") + b"/\xff.mp4"
+    try:
+        shutil.copy(os.fsencode(tmp_path / "clips/a.mp4"), odd)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    source = VideoEpisodes.open(str(tmp_path / "clips"), rate=25.0, episode_length=8)
+    assert source.files == [str(tmp_path / "clips/a.mp4")]
+    ((path, reason),) = source.refused
+    assert path.encode().endswith(rb"\udcff.mp4")
+    assert "not UTF-8" in reason

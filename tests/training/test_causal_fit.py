@@ -369,6 +369,27 @@ def test_what_cannot_run_is_refused_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
+def test_weights_of_another_model_of_the_same_shapes_are_refused(train: Run, tmp_path: Path) -> None:
+    source = (*one_source(tmp_path), "trainer.max_steps=1")
+    key, start = "program.visibility", f"resume.ckpt_path={train('run', *source).newest}"
+    there = (*source, f"{key}=prefix_causal", "program.shift=2", start)
+    with pytest.raises(UserError, match=rf"same shapes: {key}: full -> prefix_causal; .*allow_changes=\[{key}\]"):
+        train("again", *there)
+    accepted = train("again", *there, f"resume.allow_changes=[{key}]")
+    said = json.loads((accepted.folder / "receipt.json").read_text())["resumed_from"]
+    assert said["allowed_changes"] == ["program.visibility: full -> prefix_causal"]
+    assert [line.partition(":")[0] for line in said["notes"]] == ["program.shift"]
+
+
+def test_what_cannot_be_carried_on_is_refused_even_if_accepted(train: Run, tmp_path: Path) -> None:
+    source = (*one_source(tmp_path), "trainer.max_steps=2")
+    whole = train("run", *source, "data.train_batch_size=2")
+    accepted = "resume.allow_changes=[data.train_batch_size]"
+    for words in ([], [accepted]):
+        with pytest.raises(UserError, match=r"steps of 2 samples on all .* have 1 \(ranks x data\.train_batch_size"):
+            resumed(train, "again", whole, 1, *source, "data.train_batch_size=1", *words)
+
+
 def test_another_kind_of_checkpoint_is_refused(train: Run, tmp_path: Path) -> None:
     done = train("run", *one_source(tmp_path), "trainer.max_steps=1")
     content = done.checkpoint()

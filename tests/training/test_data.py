@@ -231,6 +231,18 @@ def test_validation_takes_one_clip_an_episode_and_knows_when_it_sees_the_trainin
     assert validates_on_training_data(small(f"data.val=[{{path: {store}}}]"))
 
 
+def test_validation_sees_all_tokens_of_the_views_that_training_sees_a_part_of(small: Configure) -> None:
+    config = small("model.token_drop_rate=0.5", "loader.clips_per_video=1")
+    draw = (0, 3, 0, 7)
+    part, whole = (opened.dataset[draw] for opened in (open_train(config), open_val(config)))
+    for dropped, kept in ((part.views_global, whole.views_global), (part.views_local, whole.views_local)):
+        assert 2 * dropped.positions.shape[1] == kept.positions.shape[1]
+        at = (dropped.positions[:, :, None] == kept.positions[:, None]).all(dim=-1)
+        assert at.sum(dim=-1).eq(1).all()  # every training token is one of validation's, and the same picture
+        rows = at.int().argmax(dim=-1)[..., None].expand_as(dropped.patches)
+        assert torch.equal(kept.patches.gather(1, rows), dropped.patches)
+
+
 def test_validation_starts_from_the_top_however_far_it_went_before(
     small: Configure, opened: list[MicroStepLoader]
 ) -> None:

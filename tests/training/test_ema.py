@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from marey.config.compose import load_config
 from marey.config.schema import EmaConfig
 from marey.core.errors import UserError
 from marey.training.ema import Ema, describe_rule, effective_decay
@@ -111,6 +112,12 @@ def test_another_models_average_is_refused_by_name() -> None:
         ema.load({**ema.state_dict(), "encoder.extra": torch.zeros(1)}, updates=1)
     with pytest.raises(UserError, match=r"encoder\.weight has shape \[4\]"):
         ema.load({**ema.state_dict(), "encoder.weight": torch.zeros(4)}, updates=1)
+
+
+@pytest.mark.parametrize("key", ["state_dict", "optimizer_states", "loops", "marey", "''"])
+def test_the_average_takes_no_other_entrys_place_in_a_checkpoint(key: str) -> None:
+    with pytest.raises(UserError, match=r"ema\.save_key="):
+        load_config(["recipe=smoke", f"ema.save_key={key}"])
 
 
 def test_the_rule_is_said_in_a_sentence() -> None:

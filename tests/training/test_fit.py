@@ -87,6 +87,10 @@ def test_a_fast_dev_run_leaves_no_checkpoint(train: Train) -> None:
             ["trainer.limit_val_batches=1", "loader.batch_size=12", "loader.clips_per_video=2", "data.val=SHORT"],
             "validation",
         ),
+        (
+            ["trainer.limit_val_batches=1", "trainer.val_check_interval=100000"],
+            "val_check_interval=100000 is more than the 6 micro-steps",
+        ),
         (["resume.ckpt_path=nowhere.ckpt"], "nowhere.ckpt is not a file"),
         (["checkpoint.filename='{loss}'"], "checkpoint.filename="),
         (["wandb.enabled=true", "trainer.logger=true"], r"marey\[wandb\]"),
@@ -195,6 +199,26 @@ def test_a_stop_request_finishes_the_step_saves_and_returns(train: Train) -> Non
     assert any(line.startswith("SIGTERM: finishing this step") for line in done.lines)
 
 
+def test_a_second_request_stops_at_once_and_says_what_is_lost(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = TrainingModule._forward
+
+    def forward(module: TrainingModule, batch: Any, *, micro_step: int) -> Any:
+        if micro_step == 2:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return original(module, batch, micro_step=micro_step)
+
+    monkeypatch.setattr(TrainingModule, "_forward", forward)
+    sentence = "stopped at once by a second request; work since the last checkpoint is lost"
+    with pytest.raises(KeyboardInterrupt, match=sentence):
+        train("run", "trainer.max_steps=5", "checkpoint.every_n_train_steps=1")
+    receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    assert (receipt["status"], receipt["how_it_ended"]) == ("failed", sentence)
+    assert (tmp_path / "run-checkpoints" / "last.ckpt").exists()
+
+
 def command(store: Path, *overrides: str) -> list[str]:
     return [sys.executable, str(Path(__file__).parents[2] / "main.py"), *SMALL, f"data.train={store}", *overrides]
 
@@ -255,6 +279,58 @@ def test_two_ranks_are_one_process_with_twice_the_batch(store: Path, tmp_path: P
     assert receipt["resumed_from"]["notes"] == [
         "written by 2 ranks, continued by 1: equal within rounding, not bit by bit"
     ]
+
+
+ONE_RANK_REFUSES = """
+import os
+
+from marey.cli import train
+from marey.core.errors import UserError
+from marey.training.module import TrainingModule
+
+step = TrainingModule.training_step
+
+
+def refusing(module, batch, batch_idx):
+    if batch_idx == 1 and os.environ.get("LOCAL_RANK") == "1":
+        raise UserError("the disk of this rank is gone; look at it")
+    return step(module, batch, batch_idx)
+
+
+TrainingModule.training_step = refusing
+if __name__ == "__main__":
+    train()
+"""
+
+
+def test_what_only_one_rank_refuses_is_said_by_rank_0_and_the_receipt(store: Path, tmp_path: Path) -> None:
+    run, script = tmp_path / "run", tmp_path / "refusing.py"
+    script.write_text(ONE_RANK_REFUSES)
+    words = command(
+        store,
+        "trainer.max_steps=4",
+        "loader.batch_size=2",
+        "trainer.devices=2",
+        "trainer.strategy=ddp",
+        "trainer.accelerator=cpu",
+        f"hydra.run.dir={run}",
+        f"checkpoint.dirpath={tmp_path / 'kept'}",
+    )
+    done = subprocess.run(
+        [words[0], str(script), *words[2:]],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "marey: rank 1: the disk of this rank is gone; look at it" in done.stderr
+    assert "Traceback" not in done.stderr
+    receipt = json.loads((run / "receipt.json").read_text())
+    assert receipt["status"] == "refused"
+    assert receipt["how_it_ended"] == "rank 1: the disk of this rank is gone; look at it"
 
 
 def test_ctrl_c_in_a_terminal_ends_with_zero_and_everything_saved(store: Path, tmp_path: Path) -> None:

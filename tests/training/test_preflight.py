@@ -8,6 +8,8 @@ import pytest
 
 from marey.config.compose import load_config, load_run
 from marey.core.errors import UserError
+from marey.training.batchplan import batch_plan
+from marey.training.launched import launched_rank
 from marey.training.preflight import Machine, check_data, check_hardware
 
 
@@ -94,3 +96,58 @@ def test_absent_latents_say_how_to_encode_some(tmp_path: Path) -> None:
         check(f"data.train={tmp_path / 'a.csv'}", "data.val=no.csv")
     with pytest.raises(UserError, match=r"data\.sources=no\.csv does not exist"):
         check("data.sources=[{name: a, manifest: no.csv}]")
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from marey.training.run import check
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "last.ckpt").touch()
+    config = load_config(
+        ["recipe=smoke", "data.train='~/videos'", "resume.ckpt_path='~/kept/last.ckpt'", "resume.weights_only=false"]
+    )
+    check(config, tmp_path / "kept")
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({}, 0),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, 0),
+        ({"RANK": "5", "LOCAL_RANK": "0"}, 5),
+        ({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "1"}, 0),  # torchrun inside one task of a job
+        ({"SLURM_PROCID": "0"}, 0),
+        ({"SLURM_PROCID": "3"}, 3),
+        ({"SLURM_PROCID": "0", "NODE_RANK": "0", "LOCAL_RANK": "1"}, 1),  # started by Lightning in a job's shell
+        ({"NODE_RANK": "1"}, 1),  # Lightning's own launcher, the second node's first process
+        ({"NODE_RANK": "0", "LOCAL_RANK": "0"}, 0),
+        ({"JSM_NAMESPACE_RANK": "2"}, 2),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, 1),
+    ],
+)
+def test_one_process_of_a_launch_speaks_for_the_run(environment: dict[str, str], rank: int) -> None:
+    assert launched_rank(environment) == rank
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    from marey.training.run import check
+
+    (tmp_path / "file").touch()
+    config = load_config(["recipe=smoke"])
+    for folder in (tmp_path / "file" / "checkpoints", Path("/proc/nope")):
+        with pytest.raises(UserError, match=r"checkpoints cannot be written to .*; set checkpoint\.dirpath"):
+            check(config, folder)
+    check(config, tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    check(load_config(["recipe=smoke", "trainer.enable_checkpointing=false"]), Path("/proc/nope"))
+
+
+@pytest.mark.parametrize("limit", ["1", "0"])
+def test_validation_that_an_epoch_never_reaches_is_refused(limit: str) -> None:
+    words = ["recipe=smoke", f"trainer.limit_val_batches={limit}", "trainer.val_check_interval=100000"]
+    with pytest.raises(UserError, match="val_check_interval=100000 is more than the 3 micro-steps of an epoch"):
+        batch_plan(load_config(words), 24)
+    batch_plan(load_config([*words, "trainer.check_val_every_n_epoch=null"]), 24)
+    batch_plan(load_config([*words, "trainer.val_check_interval=3"]), 24)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from marey.config.schema import EncoderConfig
 from marey.core.errors import UserError
 from marey.training.metrics import TIME_COLUMNS
+from marey.training.run import check
 
 from .conftest import Finished, write_store
 
@@ -101,6 +103,20 @@ def test_validation_changes_nothing_in_training(train: Train) -> None:
     assert differences(whole.checkpoint()["state_dict"], resumed.checkpoint()["state_dict"]) == []
 
 
+def test_a_row_that_a_stop_cut_short_is_gone_after_the_resume(train: Train) -> None:
+    whole = train("whole", *RUN)
+    stopped = train("stopped", *RUN, "trainer.max_steps=6")
+    assert [row["step"] for row in stopped.rows()] == ["1", "4", "6"]
+    again = resume(train, "stopped", stopped, 6, *RUN)
+    assert rows_after(again, 0) == rows_after(whole, 0)
+
+
+def test_rows_written_at_another_interval_stay(train: Train) -> None:
+    whole = train("whole", *RUN, "trainer.log_every_n_steps=2", "trainer.max_steps=4")
+    again = resume(train, "whole", whole, 4, *RUN, "trainer.log_every_n_steps=5")
+    assert [row["step"] for row in again.rows()] == ["1", "2", "4", "5", "10"]
+
+
 def test_rows_of_an_abandoned_future_are_cut(train: Train) -> None:
     whole = train("whole", *RUN)
     before = whole.rows()
@@ -128,6 +144,87 @@ def test_a_changed_experiment_is_refused_with_the_list_of_changes(train: Train) 
     )
     receipt = json.loads((accepted.folder / "receipt.json").read_text())
     assert receipt["resumed_from"]["allowed_changes"] == ["optimizer.weight_decay: 0.04 -> 0.1", "seed: 0 -> 1"]
+
+
+def test_an_accepted_change_of_optimizer_and_schedule_takes_effect(train: Train) -> None:
+    whole = train("whole", *RUN, "trainer.max_steps=4")
+    changed = ("optimizer.lr=0.02", "scheduler.start_lr=0", "scheduler.end_lr=0.01", "scheduler.peak_step=2")
+    accepted = "optimizer,scheduler"
+    again = resume(
+        train,
+        "again",
+        whole,
+        1,
+        *RUN,
+        *changed,
+        "optimizer.weight_decay=0.1",
+        "optimizer.betas=[0.8, 0.9]",
+        "trainer.log_every_n_steps=1",
+        "trainer.max_steps=4",
+        f"resume.allow_changes=[{accepted}]",
+    )
+    rates = [float(row["lr"]) for row in again.rows()]
+    assert rates == pytest.approx([0.01, 0.02, 0.015])  # steps 2 to 4: half way up, the peak, half way down
+    content = again.checkpoint()
+    groups = content["optimizer_states"][0]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert [group["betas"] for group in groups] == [(0.8, 0.9)] * 2
+    assert [group["initial_lr"] for group in groups] == [0.02] * 2
+    assert content["lr_schedulers"][0]["base_lrs"] == [0.02] * 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "accepted", "reason"),
+    [
+        (["loader.batch_size=2"], "loader.batch_size", "micro-steps of 4 clips on all ranks and this run's have 2"),
+        (["accumulate_grad_batches=3"], "accumulate_grad_batches", "accumulates 2 micro-steps per optimizer step and"),
+        (["loader.clips_per_video=2"], "loader.clips_per_video", "epochs have 6 micro-steps and this run's have 12"),
+        (["optimizer.exclude_bias_norm=false"], "optimizer", "into other groups"),
+    ],
+)
+def test_what_cannot_be_carried_on_is_refused_even_if_accepted(
+    train: Train, overrides: list[str], accepted: str, reason: str
+) -> None:
+    whole = train("whole", *RUN, "trainer.max_steps=2")
+    with pytest.raises(UserError, match=reason) as asked:
+        resume(train, "again", whole, 1, *RUN, *overrides)
+    assert "allow_changes" not in str(asked.value)
+    with pytest.raises(UserError, match=reason) as told:
+        resume(train, "again", whole, 1, *RUN, *overrides, f"resume.allow_changes=[{accepted},data.train]")
+    assert "exactly is impossible" in str(told.value)
+
+
+def test_an_accepted_change_of_shapes_is_refused_in_one_sentence(train: Train) -> None:
+    whole = train("whole", *RUN, "trainer.max_steps=2")
+    with pytest.raises(UserError, match="do not fit this model"):
+        resume(train, "again", whole, 1, *RUN, "projector.output_dim=4", "resume.allow_changes=[projector]")
+
+
+def test_only_keys_of_the_configuration_can_be_accepted(train: Train) -> None:
+    whole = train("whole", *RUN, "trainer.max_steps=2")
+    with pytest.raises(UserError, match=r"names optimizer\.lrr, .*did you mean optimizer\.lr\?"):
+        resume(train, "again", whole, 1, *RUN, "resume.allow_changes=[optimizer.lrr]")
+
+
+def test_an_average_turned_on_later_starts_from_the_checkpoints_weights(train: Train) -> None:
+    whole = train("whole", *RUN, "ema.enabled=false", "trainer.max_steps=2")
+    again = resume(
+        train, "again", whole, 1, *RUN, "ema.update_every=5", "trainer.max_steps=2", "resume.allow_changes=[ema]"
+    )
+    average = again.checkpoint()["state_dict_ema"]  # no update is due yet
+    first = whole.checkpoint("epoch-0000-step-0000001.ckpt")["state_dict"]
+    assert all(torch.equal(average[name], first[name]) for name in average)
+    notes = json.loads((again.folder / "receipt.json").read_text())["resumed_from"]["notes"]
+    assert notes == ["the checkpoint holds no weight average: it starts from the checkpoint's weights"]
+
+
+def test_an_average_is_found_under_the_key_it_was_saved_with(train: Train) -> None:
+    whole = train("whole", *RUN, "trainer.max_steps=4")
+    again = resume(
+        train, "again", whole, 3, *RUN, "ema.save_key=slow", "trainer.max_steps=4", "resume.allow_changes=[ema]"
+    )
+    assert differences(whole.checkpoint()["state_dict_ema"], again.checkpoint()["slow"]) == []
+    assert again.checkpoint()["marey"]["ema"]["updates"] == 1
 
 
 def test_more_steps_are_harmless_unless_a_schedule_ends_with_them(train: Train) -> None:
@@ -165,14 +262,27 @@ def test_weights_alone_start_a_new_run(train: Train) -> None:
         torch.testing.assert_close(new["state_dict"][name], tensor, rtol=0, atol=1e-6)
 
 
-def test_weights_taken_within_a_folder_overwrite_nothing_of_the_first_run(train: Train) -> None:
-    whole = train("whole", *RUN, "trainer.max_steps=1", checkpoints="shared")
-    before = whole.newest.read_bytes() if whole.newest else b""
-    again = train("again", *RUN, "trainer.max_steps=1", f"resume.ckpt_path={whole.newest}", checkpoints="shared")
-    assert again.newest is not None
-    assert again.newest.name == "epoch-0000-step-0000001-v1.ckpt"
-    assert whole.newest is not None
-    assert whole.newest.read_bytes() == before
+@pytest.mark.parametrize("override", ["model.rope_layout=rotary", "model.attn_mode=full", "frame_stride=1"])
+def test_weights_of_another_model_of_the_same_shapes_are_refused(train: Train, override: str) -> None:
+    key = override.partition("=")[0]
+    whole = train("whole", *RUN, "trainer.max_steps=1", "frame_stride=2")
+    there = (*RUN, "trainer.max_steps=1", "frame_stride=2", f"resume.ckpt_path={whole.newest}", override)
+    with pytest.raises(UserError, match=rf"another model of the same shapes: {key}: .*allow_changes=\[{key}\]"):
+        train("again", *there)
+    accepted = train("again", *there, f"resume.allow_changes=[{key}]", "model.token_drop_rate=0.25")
+    said = json.loads((accepted.folder / "receipt.json").read_text())["resumed_from"]
+    assert [line.partition(":")[0] for line in said["allowed_changes"]] == [key]
+    assert [line.partition(":")[0] for line in said["notes"]] == ["model.token_drop_rate"]
+
+
+def test_weights_alone_start_no_second_run_among_the_first_ones_checkpoints(
+    train: Train, small: Callable[..., EncoderConfig]
+) -> None:
+    whole = train("whole", *RUN, "trainer.max_steps=1")
+    start = (f"resume.ckpt_path={whole.newest}", f"checkpoint.dirpath={whole.checkpoints}")
+    with pytest.raises(UserError, match=r"holds checkpoints of another run .*set checkpoint\.dirpath"):
+        check(small(*start), whole.checkpoints)
+    check(small(*start, "resume.weights_only=false"), whole.checkpoints)
 
 
 def test_a_finished_run_has_nothing_to_resume(train: Train) -> None:

@@ -30,6 +30,7 @@ from marey.core.errors import nearest
 
 MODES = ("strict", "padded", "bucket", "packed")
 Positive = Annotated[float, Field(gt=0)]
+IntPair = Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]  # a list from YAML
 
 
 class LatentLoaderConfig(Section):
@@ -148,7 +149,7 @@ class LatentDataConfig(Section):
     epoch_draws: PositiveInt | None = Field(
         description="draws of an epoch, all ranks together (null: number of windows)"
     )
-    buckets: Annotated[list[tuple[PositiveInt, PositiveInt]], Field(min_length=1)] = Field(
+    buckets: Annotated[list[IntPair], Field(min_length=1)] = Field(
         description="(prefix, future) latent frames; each window's is a hash among those that fit"
     )
     window_stride: PositiveInt | None = Field(
@@ -230,10 +231,8 @@ class ProgramConfig(Section):
     text_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         description="probability that the blank embedding replaces a text; guidance at rollout needs it above 0"
     )
-    chunk_size: tuple[PositiveInt, PositiveInt] = Field(
-        description="latent frames, range drawn from (chunked_conditioned)"
-    )
-    chunk_window: tuple[PositiveInt, PositiveInt] = Field(description="chunks, range drawn from (chunked_conditioned)")
+    chunk_size: IntPair = Field(description="latent frames, range drawn from (chunked_conditioned)")
+    chunk_window: IntPair = Field(description="chunks, range drawn from (chunked_conditioned)")
     condition_noise: Fraction = Field(description="probability of a mildly noised condition (chunked_conditioned)")
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
@@ -40,19 +40,34 @@ def compose_container(
     Raises:
         UserError: a key, value or group that does not exist, naming the nearest one that does.
     """
+    return compose_job(overrides, config_name=config_name, config_dir=config_dir)[0]
+
+
+def compose_job(
+    overrides: Sequence[str], *, config_name: str = DEFAULT_CONFIG, config_dir: Path | None = None
+) -> tuple[dict[str, Any], bool]:
+    """The composed configuration as plain values, and whether ``hydra.job.chdir`` asks to work in the run folder.
+
+    Raises:
+        UserError: as :func:`compose_container`.
+    """
     extra = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir.resolve()}]"]
     # A search path finds groups; a primary configuration is found only where Hydra itself starts.
     starts_there = config_dir is not None and (config_dir / f"{config_name}.yaml").is_file()
     try:
         if GlobalHydra.instance().is_initialized():
-            composed = compose(config_name, overrides=[*overrides, *extra])
+            composed = compose(config_name, overrides=[*overrides, *extra], return_hydra_config=True)
         elif config_dir is not None and starts_there:
             with initialize_config_dir(str(config_dir.resolve()), version_base="1.3"):
-                composed = compose(config_name, overrides=[*overrides, f"hydra.searchpath=[pkg://{CONFIG_MODULE}]"])
+                path = f"hydra.searchpath=[pkg://{CONFIG_MODULE}]"
+                composed = compose(config_name, overrides=[*overrides, path], return_hydra_config=True)
         else:
             with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-                composed = compose(config_name, overrides=[*overrides, *extra])
-        return to_plain(composed)
+                composed = compose(config_name, overrides=[*overrides, *extra], return_hydra_config=True)
+        changes_folder = bool(composed.hydra.job.chdir)
+        with open_dict(composed):
+            del composed["hydra"]  # parts of it have values only in a run
+        return to_plain(composed), changes_folder
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(explain(error, overrides, config_name=config_name)) from error
 

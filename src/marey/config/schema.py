@@ -16,13 +16,16 @@ from marey.core.errors import nearest
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+# A list from YAML; its elements are as strict as everything else.
+Range = Annotated[tuple[Fraction, Fraction], Field(strict=False)]
 PadShort = Literal["drop", "repeat"]
+LIMIT = "micro-steps of an epoch as a whole number, or a share of them from 0.0 to 1.0"
 
 
 class Section(BaseModel):
-    """A node of the configuration: unknown keys are refused, values are not coerced across kinds."""
+    """A node of the configuration: unknown keys are refused, values keep their kind (an int may be a float)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 class LoaderConfig(Section):
@@ -62,8 +65,8 @@ class AugmentationConfig(Section):
 
     local_size: PositiveInt = Field(description="pixels, side of a local view")
     local_crops_number: NonNegativeInt = Field(description="local views per clip, V")
-    local_crops_scale: tuple[Fraction, Fraction] = Field(description="share of the frame's area")
-    global_crops_scale: tuple[Fraction, Fraction] = Field(description="share of the frame's area")
+    local_crops_scale: Range = Field(description="share of the frame's area")
+    global_crops_scale: Range = Field(description="share of the frame's area")
     hflip: bool = Field(description="flip local views with probability 0.5")
     color_jitter_prob: Fraction = Field(
         description="of local views; brightness .4, contrast .4, saturation .2, hue below"
@@ -132,7 +135,9 @@ class OptimizerConfig(Section):
     lr: Annotated[float, Field(gt=0)] = Field(description="at the peak of the schedule")
     weight_decay: Annotated[float, Field(ge=0)] = Field(description="decoupled, AdamW's")
     exclude_bias_norm: bool = Field(description="no decay on biases, norms, 1-D tensors and cls_token")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
+    ]
 
 
 class SchedulerConfig(Section):
@@ -154,6 +159,31 @@ class WeightDecayScheduleConfig(Section):
     end_value: Annotated[float, Field(ge=0)]
 
 
+RESERVED_CHECKPOINT_KEYS = frozenset(
+    {
+        "MixedPrecision",
+        "amp_scaling_state",
+        "callbacks",
+        "datamodule_hparams_name",
+        "datamodule_hparams_type",
+        "datamodule_hyper_parameters",
+        "epoch",
+        "global_step",
+        "hparams_name",
+        "hparams_type",
+        "hyper_parameters",
+        "loops",
+        "lr_schedulers",
+        "marey",
+        "native_amp_scaling_state",
+        "optimizer_states",
+        "pytorch-lightning_version",
+        "state_dict",
+    }
+)
+"""What else a checkpoint may hold, Lightning's entries included."""
+
+
 class EmaConfig(Section):
     """A slow copy of the weights, saved beside them; no target, never in the loss."""
 
@@ -165,6 +195,15 @@ class EmaConfig(Section):
     include: list[str] = Field(description="top-level modules copied")
     save_key: str = Field(description="checkpoint key")
     dtype: Literal["float32", "float64"]
+
+    @model_validator(mode="after")
+    def _save_key_is_free(self) -> EmaConfig:
+        if not self.save_key or self.save_key in RESERVED_CHECKPOINT_KEYS:
+            raise ValueError(
+                f"ema.save_key={self.save_key} must be a name of its own: checkpoints keep something else under it; "
+                "use ema.save_key=state_dict_ema"
+            )
+        return self
 
 
 class SigregKwargs(Section):
@@ -193,7 +232,7 @@ class LossConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints: every n optimizer steps and at the end, always; the step is part of every file name."""
 
-    dirpath: str = Field(description="relative paths resolve from the launch directory")
+    dirpath: str = Field(description="relative: from the launch folder, or the run folder with hydra.job.chdir=true")
     filename: str = Field(description="the step is appended where the template does not name it")
     every_n_train_steps: PositiveInt = Field(description="optimizer steps")
     save_top_k: Annotated[int, Field(ge=-1)] = Field(description="-1: keep all; n: keep the newest n")
@@ -207,7 +246,7 @@ class ResumeConfig(Section):
     ckpt_path: str | None = Field(description="checkpoint to start from")
     weights_only: bool = Field(description="true: weights alone, fresh optimizer and step; false: the whole state")
     weights: Literal["online", "ema"] = Field(description="which weights a weights-only start loads")
-    allow_changes: list[str] = Field(description="keys whose change an exact resume accepts")
+    allow_changes: list[str] = Field(description="keys whose change this start accepts")
 
 
 class TrainerConfig(Section):
@@ -221,19 +260,25 @@ class TrainerConfig(Section):
     logger: bool | None = Field(description="false: no TensorBoard or W&B (metrics.csv is always written)")
     callbacks: None = Field(description="not settable here: the run's callbacks are its own")
     fast_dev_run: bool | NonNegativeInt
-    max_epochs: int | None = Field(description="null or -1: no bound by epochs")
-    min_epochs: int | None
+    max_epochs: Annotated[int, Field(ge=-1)] | None = Field(description="null or -1: no bound by epochs")
+    min_epochs: NonNegativeInt | None
     max_steps: Annotated[int, Field(ge=-1)] = Field(description="optimizer steps; -1: no bound by steps")
-    min_steps: int | None
+    min_steps: NonNegativeInt | None
     max_time: str | dict[str, int] | None = Field(description="DD:HH:MM:SS")
-    limit_train_batches: int | float | None
-    limit_val_batches: int | float | None
-    limit_test_batches: int | float | None
-    limit_predict_batches: int | float | None
-    overfit_batches: int | float
-    val_check_interval: int | float | str | dict[str, int] | None
-    check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int | None
+    limit_train_batches: NonNegativeInt | Fraction | None = Field(description=LIMIT)
+    limit_val_batches: NonNegativeInt | Fraction | None = Field(description=f"{LIMIT}; 0: no validation")
+    limit_test_batches: NonNegativeInt | Fraction | None = Field(description=LIMIT)
+    limit_predict_batches: NonNegativeInt | Fraction | None = Field(description=LIMIT)
+    overfit_batches: NonNegativeInt | Fraction = Field(description=f"the same clips every epoch: {LIMIT}; 0: off")
+    val_check_interval: (
+        PositiveInt
+        | Annotated[float, Field(gt=0.0, le=1.0)]
+        | str
+        | Annotated[dict[str, int], Field(min_length=1)]
+        | None
+    ) = Field(description="between validations: micro-steps as a whole number, a share of an epoch, or DD:HH:MM:SS")
+    check_val_every_n_epoch: PositiveInt | None = Field(description="null: val_check_interval counts through epochs")
+    num_sanity_val_steps: Annotated[int, Field(ge=-1)] | None
     log_every_n_steps: PositiveInt = Field(description="optimizer steps between rows of metrics.csv")
     enable_checkpointing: bool | None
     enable_progress_bar: bool | None

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from marey.core.errors import UserError
+
 
 def cache_dir() -> Path:
     """Where Marey keeps what it can make again: ``$MAREY_CACHE``, else the user's cache folder."""
@@ -54,6 +56,17 @@ def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO[Any]]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
+
+
+def refuse_unwritable(path: Path, *, option: str) -> None:
+    """UserError where no file could be written at ``path``; ``option`` is what named it. Nothing is made."""
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a folder; name a file")
+    folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not folder.is_dir():
+        raise UserError(f"{option} {path} cannot be written ({folder} is not a folder); give another place")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{option} {path} cannot be written (no permission in {folder}); give another place")
 
 
 def write_text(path: Path | str, text: str) -> None:

@@ -20,6 +20,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def amount(value: float, unit: str) -> str:
+    """``1234567.0, "files"`` -> ``1,234,567``; megabytes keep one decimal."""
+    return f"{value:,.1f}" if unit == "MB" else f"{value:,.0f}"
+
+
 class Progress:
     """Count work done. ``with Progress("ingest", total=12, unit="files") as p: p.advance()``.
 
@@ -72,9 +77,9 @@ class Progress:
     def line(self) -> str:
         """One plain line: how far, how fast, how long still."""
         rate = self.rate()
-        text = f"{self.label}: {self.done:g}"
+        text = f"{self.label}: {amount(self.done, self.unit)}"
         if self.total is not None:
-            text += f" of {self.total:g}"
+            text += f" of {amount(self.total, self.unit)}"
         text += f" {self.unit}, {rate:.1f} {self.unit}/s"
         if self.total is not None and rate > 0:
             text += f", {duration((self.total - self.done) / rate)} left"
@@ -87,8 +92,8 @@ class Progress:
             self._bar.stop()
         elif kind is None:
             print(
-                f"{self.label}: {self.done:g} {self.unit} in {duration(time.monotonic() - self._start)}"
-                + (f" ({self.note})" if self.note else ""),
+                f"{self.label}: {amount(self.done, self.unit)} {self.unit} "
+                f"in {duration(time.monotonic() - self._start)}" + (f" ({self.note})" if self.note else ""),
                 file=sys.stderr,
                 flush=True,
             )

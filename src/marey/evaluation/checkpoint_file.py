@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from marey.core.errors import UserError
+from marey.evaluation.run_folder import read_receipt
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _OLD_TORCH_MAGIC = b"\x80\x02\x8a\nl\xfc\x9c"
@@ -36,7 +37,7 @@ def read_archive(path: Path) -> Any:
     if path.is_dir():
         places = ("*.ckpt", "checkpoints/*.ckpt", "*/checkpoints/*.ckpt")
         found = next((files for place in places if (files := sorted(path.glob(place)))), [])
-        hint = f"try {found[-1]}" if found else "`marey inspect` on a run folder says where its checkpoints are"
+        hint = f"try {found[-1]}" if found else _hint_of_run(path)
         raise UserError(f"{path} is a folder, a checkpoint file is needed; {hint}")
     if is_safetensors(path):
         raise UserError(
@@ -61,6 +62,18 @@ def read_archive(path: Path) -> Any:
     except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{path} cannot be read as a PyTorch checkpoint ({reason}); give another one") from error
+
+
+def _hint_of_run(folder: Path) -> str:
+    """Where a run folder's receipt says that its checkpoints are."""
+    try:
+        named = read_receipt(folder).get("checkpoint_dir")
+    except UserError:
+        named = None
+    if not isinstance(named, str) or not named:
+        return "`marey inspect` on a run folder says where its checkpoints are"
+    files = sorted(Path(named).glob("*.ckpt"))
+    return f"this run's are in {named}: try {files[-1]}" if files else f"this run's go to {named}, which holds none"
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class Gallery:
     def picture(self, row: int) -> Picture | None:
         """The clip of a row; None where it can no longer be read."""
         usable = int(np.searchsorted(self.clips.index.episodes, self.features.episodes[row]))
-        found = self.clips[usable * self.clips.clips_per_episode + int(self.features.clips[row])]
+        found = self.clips[self.clips.item(usable, int(self.features.clips[row]))]
         if not len(found.video):
             return None
         return Picture(frames_last(found.video[0]), self.captions[row], self.labels[row])

@@ -21,6 +21,7 @@ from marey.core.files import atomic_write
 from marey.evaluation.features import (
     FeatureBatch,
     Per,
+    capped_remark,
     evaluation_clips,
     open_clips,
     rate_remark,
@@ -82,7 +83,8 @@ def embed(
     loaded = load_encoder(checkpoint, weights=weights, device=where)
     episodes = open_clips(source, loaded.preprocessing)
     clips = evaluation_clips(episodes, loaded.preprocessing, clips_per_episode=clips_per_video)
-    for remark in (loaded.info.remark(), rate_remark(episodes, loaded.preprocessing), short_remark(clips)):
+    remarks = (rate_remark(episodes, loaded.preprocessing), short_remark(clips), capped_remark(clips))
+    for remark in (loaded.info.remark(), *remarks):
         if remark:
             say(f"note: {remark}")
     refused: list[Refusal] = []

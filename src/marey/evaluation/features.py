@@ -6,6 +6,7 @@ N = G*rows*columns tokens.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -72,8 +73,15 @@ def rate_remark(source: EpisodeSource, preprocessing: Preprocessing) -> str | No
 
 
 def video_names(source: EpisodeSource) -> list[str]:
-    """``[episodes]``: what makes two episodes the same video; a source's path stands in for unnamed files."""
-    return [f"{source.path}#{file}" if file == f"episode {file.rsplit(' ', 1)[-1]}" else file for file in source.files]
+    """``[episodes]``: what makes two episodes the same video; a source's path stands in for unnamed files.
+
+    Links are followed, so that a video is one video by whatever path it was reached.
+    """
+    real = {file: os.path.realpath(file) if os.path.isabs(file) else file for file in set(source.files)}  # noqa: PTH117
+    return [
+        f"{os.path.realpath(source.path)}#{file}" if file == f"episode {file.rsplit(' ', 1)[-1]}" else real[file]
+        for file in source.files
+    ]
 
 
 def evaluation_clips(source: EpisodeSource, preprocessing: Preprocessing, *, clips_per_episode: int) -> EvalClips:
@@ -101,6 +109,16 @@ def short_remark(clips: EvalClips) -> str | None:
     return (
         f"{index.padded_short} of {len(index)} episodes of {index.name} are shorter than a clip; "
         "their last frame is repeated"
+    )
+
+
+def capped_remark(clips: EvalClips) -> str | None:
+    """A sentence when episodes have fewer distinct clips than asked for, else None."""
+    if not clips.capped:
+        return None
+    return (
+        f"{clips.capped} of {len(clips.index)} episodes of {clips.index.name} have fewer than "
+        f"{clips.clips_per_episode} distinct clips and give each of theirs once: {len(clips):,} clips in all"
     )
 
 

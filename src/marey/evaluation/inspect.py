@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 from marey.core.errors import UserError
+from marey.evaluation.run_folder import run_part_lines
 from marey.evaluation.wording import aligned, size
-
-VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v", ".mpg", ".mpeg", ".gif", ".ts")
 
 
 def inspect_text(path: Path, *, show_config: bool = False) -> str:
@@ -26,7 +26,7 @@ def _lines(path: Path, *, show_config: bool) -> list[str]:
         from marey.evaluation.inspect_store import store_lines
 
         if not path.exists() and not path.with_name(path.name + ".partial").exists():
-            raise UserError(f"{path} does not exist; build a store with `marey ingest FOLDER {path}`")
+            raise UserError(f"{path} does not exist; build a store with `marey ingest FOLDER {shlex.quote(str(path))}`")
         _no_config(show_config, path, "a frame store")
         return store_lines(path)
     if not path.exists():
@@ -38,7 +38,11 @@ def _lines(path: Path, *, show_config: bool) -> list[str]:
             return run_lines(path, show_config=show_config)
         if (path / "manifest.csv").exists():
             return _manifest_lines(path / "manifest.csv", show_config=show_config)
-        return _folder_lines(path, show_config=show_config)
+        return run_part_lines(path) or _folder_lines(path, show_config=show_config)
+    part = run_part_lines(path)
+    if part:
+        _no_config(show_config, path, "a file of a run")
+        return part
     if path.suffix == ".json":
         from marey.evaluation.inspect_run import run_lines
 
@@ -46,18 +50,20 @@ def _lines(path: Path, *, show_config: bool) -> list[str]:
     if path.suffix == ".csv":
         from marey.evaluation.inspect_manifest import csv_columns, is_manifest
 
-        if not is_manifest(csv_columns(path)):
-            raise UserError(
-                f"{path} is a CSV and no manifest of latents (clip_id, path, length_frames); if it lists videos, "
-                f"`marey ingest {path} OUT.lance` makes a store of them"
-            )
-        return _manifest_lines(path, show_config=show_config)
+        if is_manifest(csv_columns(path)):
+            return _manifest_lines(path, show_config=show_config)
     if path.suffix in (".parquet", ".pq"):
         return _parquet_lines(path, show_config=show_config)
+    from marey.pixels.listfile import LIST_SUFFIXES
+    from marey.pixels.media import VIDEO_SUFFIXES
+
     if path.suffix.lower() in VIDEO_SUFFIXES:
-        raise UserError(f"{path} is a video; `marey ingest {path} OUT.lance` makes a store of it")
+        raise UserError(f"{path} is a video; `{_ingest(path)}` makes a store of it")
     if path.stat().st_size == 0:
         raise UserError(f"{path} is empty; give a frame store, a manifest, a checkpoint or a run folder")
+    if path.suffix.lower() in LIST_SUFFIXES:
+        _no_config(show_config, path, "a list")
+        return _list_lines(path)
     from marey.evaluation.checkpoint_file import is_safetensors
     from marey.evaluation.inspect_checkpoint import checkpoint_lines, safetensors_lines
 
@@ -85,20 +91,46 @@ def _folder_lines(path: Path, *, show_config: bool) -> list[str]:
     latents = sorted(path.glob("*/manifest.csv"))
     checkpoints = sorted(path.glob("*.ckpt"))
     runs = sorted(receipt.parent for receipt in path.glob("*/receipt.json"))
-    videos = sum(1 for file in path.iterdir() if file.suffix.lower() in VIDEO_SUFFIXES)
     found = [
         (name, f"{len(items)}, the last {items[-1]}")
         for name, items in (("runs", runs), ("checkpoints", checkpoints), ("stores", stores), ("latents", latents))
         if items
     ]
+    videos = _videos_in(path)
     if videos:
-        found.append(("videos", f"{videos}; `marey ingest {path} OUT.lance` makes a store of them"))
+        found.append(("videos", f"{videos}; `{_ingest(path)}` makes a store of them"))
     if not found:
         raise UserError(
             f"{path} is a folder that holds no run, checkpoint, store, manifest or video; give one of those"
         )
     _no_config(show_config, path, "a folder")
     return [f"{path}: a folder; give one of these to see more", *aligned(found)]
+
+
+def _ingest(path: Path) -> str:
+    return f"marey ingest {shlex.quote(str(path))} OUT.lance"
+
+
+def _videos_in(folder: Path) -> str:
+    """What an ingest would find there and how it would read it; empty where there is no video."""
+    from marey.pixels.sources import discover
+
+    try:
+        (reading,) = discover([str(folder)]).readings
+    except UserError:
+        return ""
+    return reading.removeprefix(f"{folder}: ")
+
+
+def _list_lines(path: Path) -> list[str]:
+    from marey.pixels.listfile import read_list
+
+    try:
+        _, how = read_list(path)
+    except UserError as error:
+        what = "a CSV, no manifest of latents" if path.suffix == ".csv" else "a text file"
+        raise UserError(f"{path} is {what} and, as a list of videos, faulty: {error}") from error
+    return [f"{path}: a list of videos", *aligned([("read as", how), ("store", _ingest(path))])]
 
 
 def _parquet_lines(path: Path, *, show_config: bool) -> list[str]:

@@ -10,8 +10,10 @@ import lance
 import numpy as np
 import pyarrow as pa
 
+from marey.core.commands import override_word
 from marey.core.errors import UserError
 from marey.evaluation.wording import aligned, count, short, size
+from marey.pixels.storeformat import refuse_no_table
 
 METADATA = b"marey"
 NEEDED = ("episode_idx", "step_idx", "frame", "h", "w", "label")
@@ -25,6 +27,7 @@ def store_lines(path: Path) -> list[str]:
     unfinished = path.with_name(path.name + ".partial")
     if path.name.endswith(".partial") or (not path.exists() and unfinished.exists()):
         raise UserError(f"{path} is an unfinished ingest; run the same `marey ingest` command again to finish it")
+    refuse_no_table(path)
     try:
         table = lance.dataset(str(path))
     except (ValueError, OSError) as error:
@@ -52,9 +55,16 @@ def store_lines(path: Path) -> list[str]:
         ("labels", _labels(index, own.get("label_names"))),
         ("on disk", size(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))),
         ("made by", "`marey ingest`" if own else "another program: only the method's columns are relied on"),
-        ("train", f"marey train data=custom data.train={path}"),
+        ("train", _train_command(path)),
     ]
     return [f"{path}: a frame store", *aligned(rows)]
+
+
+def _train_command(path: Path) -> str:
+    try:
+        return f"marey train data=custom {override_word('data.train', str(path))}"
+    except UserError as error:
+        return str(error)
 
 
 def _own_metadata(schema: pa.Schema) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 from marey.core.errors import UserError
 from marey.evaluation.features import (
     ClipFeatures,
+    capped_remark,
     clip_features,
     evaluation_clips,
     open_clips,
@@ -134,7 +135,7 @@ def probe(
     clips = [evaluation_clips(source, loaded.preprocessing, clips_per_episode=clips_per_video) for source in sources]
     remarks = [loaded.info.remark()]
     for chosen in clips:
-        remarks += [rate_remark(chosen.source, loaded.preprocessing), short_remark(chosen)]
+        remarks += [rate_remark(chosen.source, loaded.preprocessing), short_remark(chosen), capped_remark(chosen)]
     for remark in filter(None, remarks):
         say(f"note: {remark}")
     encoders = {PRETRAINED: loaded.encoder, RANDOM: random_twin(loaded, device=where)}
@@ -152,6 +153,10 @@ def probe(
         if lost:
             say(f"note: {lost}")
         sides.append(side_of(features, chosen.source, found))
+        if len(sides) == 1:
+            _check_read(sides[0], learnt, where=chosen.source.path)
+        elif not sides[1].labels:
+            raise UserError(f"no labelled video of {chosen.source.path} could be read; repair the files or name others")
     train, held = sides if len(sides) == 2 else split_side(sides[0], seed=seed)
     return ProbeReport(measure(train, held, label=sets[0].name, seed=seed), loaded.info, data, test, seed)
 
@@ -166,6 +171,18 @@ def side_of(features: ClipFeatures, source: EpisodeSource, labels: LabelSet) -> 
         [labels.values[episode] or "" for episode in features.episodes],
     )
     return side.take(kept)
+
+
+def _check_read(side: Side, learnt: set[str], *, where: str) -> None:
+    """The refusals of labels once more, for what is left when some videos cannot be read."""
+    lost = sorted(learnt - set(side.labels))
+    if lost:
+        raise UserError(
+            f"no video of the class {lost[0]!r} in {where} could be read; repair the files, or leave their label empty"
+        )
+    check_classes(
+        side.labels, side.videos, where=f"what can be read of {where}", videos=MIN_VIDEOS, per_class=MIN_PER_CLASS
+    )
 
 
 def split_side(side: Side, *, seed: int) -> tuple[Side, Side]:

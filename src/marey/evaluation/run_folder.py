@@ -5,10 +5,24 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
 from marey.core.errors import UserError
+from marey.evaluation.wording import aligned
+
+RUN_PARTS = {
+    "metrics.csv": "the curve of a run, one row per logged step",
+    "validation.csv": "the validation results of a run",
+    "config.yaml": "the resolved configuration of a run",
+    "exposure": "how much of each source a run has consumed, one table per checkpoint",
+    "train.log": "what a run's training printed",
+    "nonfinite.json": "what a run saw when its loss was no longer finite",
+    "probe.json": "the probe results of a demonstration's run",
+    "report.html": "the page of a demonstration's run",
+}
+"""What else lies beside ``receipt.json``, by name."""
 
 
 def read_metrics(path: Path) -> dict[str, list[float]]:
@@ -42,3 +56,12 @@ def read_receipt(path: Path) -> dict[str, Any]:
     if not isinstance(receipt, dict) or not ("config" in receipt or "recipe" in receipt):
         raise UserError(f"{file} is JSON and no receipt of a Marey run; give the folder of a training run")
     return receipt
+
+
+def run_part_lines(path: Path) -> list[str]:
+    """What a file or folder of a run is, and the command that describes the run; empty for anything else."""
+    name = path.parent.name if path.parent.name == "exposure" else path.name
+    run = path.parent.parent if path.parent.name == "exposure" else path.parent
+    if name not in RUN_PARTS or not (run / "receipt.json").is_file():
+        return []
+    return [f"{path}: {RUN_PARTS[name]}", *aligned([("run", f"marey inspect {shlex.quote(str(run))}")])]

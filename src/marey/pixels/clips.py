@@ -6,6 +6,7 @@ window.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,10 +58,18 @@ class ClipIndex:
 
     def even_windows(self, usable: int, count: int) -> list[NDArray[np.int64]]:
         """``count`` times int64 ``[T]``: windows evenly spaced over the episode; a single one in its middle."""
-        length = int(self.lengths[usable])
-        room = max(0, length - clip_span(self.num_frames, self.frame_stride))
-        starts = [room // 2] if count == 1 else [round(i * room / (count - 1)) for i in range(count)]
-        return [self._steps(start, length) for start in starts]
+        return [self.even_window(usable, number, count) for number in range(count)]
+
+    def even_window(self, usable: int, number: int, count: int) -> NDArray[np.int64]:
+        """int64 ``[T]``: window ``number`` of ``even_windows``, without the others."""
+        room = int(self.windows([usable])[0]) - 1
+        start = room // 2 if count == 1 else round(number * room / (count - 1))
+        return self._steps(start, int(self.lengths[usable]))
+
+    def windows(self, usable: Sequence[int] | slice = slice(None)) -> NDArray[np.int64]:
+        """int64: distinct windows of each usable episode, one for each start that fits."""
+        span = clip_span(self.num_frames, self.frame_stride)
+        return np.maximum(self.lengths[usable] - span, 0) + 1
 
     def _steps(self, start: int, length: int) -> NDArray[np.int64]:
         steps = start + np.arange(self.num_frames, dtype=np.int64) * self.frame_stride

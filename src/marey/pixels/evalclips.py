@@ -42,8 +42,8 @@ def short_side_centre_crop(frames: torch.Tensor, size: int) -> torch.Tensor:
 class EvalClips(Dataset[EvalBatch]):
     """``clips_per_episode`` evenly spaced clips of every usable episode of one source, episode by episode.
 
-    Item i is clip ``i % clips_per_episode`` of usable episode ``i // clips_per_episode``. Works with a
-    ``DataLoader`` and ``collate``. Raises UserError where no episode is long enough.
+    An episode with fewer distinct clips gives each of them once (``capped`` counts these episodes). Works with
+    a ``DataLoader`` and ``collate``. Raises UserError where no episode is long enough.
     """
 
     def __init__(
@@ -61,9 +61,16 @@ class EvalClips(Dataset[EvalBatch]):
         self.num_frames = num_frames
         self._reader = ClipReader(source)
         self.index = index_clips(source, num_frames=num_frames, frame_stride=frame_stride, pad_short=pad_short)
+        counts = np.minimum(self.index.windows(), clips_per_episode)
+        self.capped = int((counts < clips_per_episode).sum())
+        self._first = np.concatenate([[0], np.cumsum(counts)])
 
     def __len__(self) -> int:
-        return len(self.index) * self.clips_per_episode
+        return int(self._first[-1])
+
+    def item(self, usable: int, clip: int) -> int:
+        """The number under which clip ``clip`` of usable episode ``usable`` is found here."""
+        return int(self._first[usable]) + clip
 
     def __getitem__(self, item: int) -> EvalBatch:
         """A batch of one clip."""
@@ -78,8 +85,9 @@ class EvalClips(Dataset[EvalBatch]):
         for block in self._reader.blocks(items):
             requests, numbers = [], []
             for item in block:
-                usable, clip = divmod(int(item), self.clips_per_episode)
-                steps = self.index.even_windows(usable, self.clips_per_episode)[clip]
+                usable = int(np.searchsorted(self._first, item, side="right")) - 1
+                clip = int(item - self._first[usable])
+                steps = self.index.even_window(usable, clip, int(self._first[usable + 1] - self._first[usable]))
                 requests.append(FrameRequest(int(self.index.episodes[usable]), steps))
                 numbers.append(clip)
             for request, clip, frames in zip(requests, numbers, self._reader.read(requests), strict=True):

@@ -19,7 +19,7 @@ from marey.core.progress import Progress
 from marey.pixels.committer import Committer
 from marey.pixels.media import Unreadable, regular_size
 from marey.pixels.pool import Finished, Progressed, Refused, default_workers, run_tasks
-from marey.pixels.report import IngestReport, make_report, printable, report_from_metadata, report_path
+from marey.pixels.report import NOT_TEXT, IngestReport, make_report, printable, report_from_metadata, report_path
 from marey.pixels.sources import Discovery, LabelsMode, VideoFile, discover
 from marey.pixels.storeformat import STORE_FORMAT, partial_path, read_metadata
 from marey.pixels.timeline import MIN_RATE
@@ -133,9 +133,7 @@ def _run(
     }
     # Lance stores text: a name that is none is refused before anything is read, the same way on every restart.
     outcomes = work.outcomes() | {
-        source: {"refused": "its name is not UTF-8, which the store cannot hold; rename it"}
-        for source, video in enumerate(found.files)
-        if printable(video.path) != video.path
+        source: {"refused": NOT_TEXT} for source, video in enumerate(found.files) if printable(video.path) != video.path
     }
     committer = Committer(work, found.files, episode_length=settings.episode_length, metadata=metadata)
     sizes = [_size(video.path) / MEGABYTE for video in found.files]

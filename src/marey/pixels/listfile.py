@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from marey.core.errors import UserError
 
 LIST_SUFFIXES = (".csv", ".txt", ".tsv", ".list")
+_LARGEST_LABEL = 2**63 - 1
 
 
 class Entry(NamedTuple):
@@ -34,9 +36,10 @@ def read_list(path: Path) -> tuple[list[Entry], str]:
     """Entries of a list, and one phrase saying how it was read.
 
     With a header naming a ``path`` column it is a CSV (quoted fields, further columns kept as text). Otherwise each
-    line is ``path label``, parsed from the right, so that a path may hold spaces. Relative paths are looked up
-    beside the list, then in the working directory; one that is nowhere is a ``UserError`` with its line number.
-    Labels are numbers if all of them are, else text; an empty one (or -1) means unlabelled.
+    line is ``path label``, parsed from the right (the last tab where there is one), so that a path may hold spaces,
+    or a path alone. Relative paths are looked up beside the list, then in the working directory. A path that is
+    nowhere, and a line that names one file as a whole and another as ``path label``, are each a ``UserError`` with the
+    line number. Labels are numbers if all of them are, else text; an empty one (or -1) means unlabelled.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -79,11 +82,16 @@ def _header_delimiter(text: str) -> str | None:
 
 
 def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[_Row]:
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True)
+    lines = list(io.StringIO(text, newline=""))
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
     header: list[str] | None = None
     line = 1
     try:
         for fields in reader:
+            # Else the rows that an open quote swallows would be lost without a word.
+            odd = "".join(lines[line - 1 : reader.line_num]).count('"') % 2
+            if odd and (reader.line_num > line or (header is not None and len(fields) != len(header))):
+                raise UserError(f'{path}, line {line}: a quote (") is opened and never closed; close or remove it')
             if header is None:
                 if any(fields):
                     header = [name.strip() for name in fields]
@@ -107,15 +115,43 @@ def _csv_rows(path: Path, text: str, delimiter: str) -> Iterator[_Row]:
 
 
 def _space_rows(path: Path, text: str) -> Iterator[_Row]:
+    first = True
     for number, raw in enumerate(io.StringIO(text), start=1):
         line = raw.strip()
         if not line:
             continue
-        name, _, label = line.rpartition(" ") if " " in line else line.rpartition("\t")
-        name = _unquote(name.strip())
-        if not name or (_locate(path, name) is None and _locate(path, _unquote(line)) is not None):
-            name, label = _unquote(line), ""  # a path alone, spaces and all
-        yield _Row(number, name, label, {})
+        if first and line.lower().split() == ["path", "label"] and _file(path, "path") is None:
+            first = False
+            continue
+        first = False
+        yield _Row(number, *_path_and_label(path, number, line), {})
+
+
+def _path_and_label(listing: Path, number: int, line: str) -> tuple[str, str]:
+    """The line as a path and a label, or as a path alone, by which of the files there are."""
+    whole = _unquote(line)
+    readings = []
+    for separator in ("\t", " "):
+        name, _, label = line.rpartition(separator)
+        if name.strip():
+            readings.append((_unquote(name.strip()), label.strip()))
+    split = next((reading for reading in readings if _file(listing, reading[0]) is not None), None)
+    if _file(listing, whole) is not None:
+        if split is not None and whole == line:
+            raise UserError(
+                f"{listing}, line {number}: both {whole!r} and {split[0]!r} are files, so where the path ends is "
+                "unclear; put the path in double quotes"
+            )
+        return whole, ""  # a path alone, spaces and all
+    if split is not None:
+        return split
+    if line[0] in "\"'" and line.count(line[0]) == 1:
+        raise UserError(f"{listing}, line {number}: the quote ({line[0]}) is never closed; close or remove it")
+    name, label = readings[0] if readings else (whole, "")
+    folder = _locate(listing, name)
+    if label and folder is not None:
+        raise UserError(f"{listing}, line {number}: {whole} does not exist, and {folder} is no file; name a video file")
+    return name, label
 
 
 def _unquote(text: str) -> str:
@@ -123,24 +159,32 @@ def _unquote(text: str) -> str:
     return text[1:-1] if quoted else text
 
 
-def _locate(listing: Path, name: str) -> str | None:
+def _places(listing: Path, name: str) -> list[str]:
+    """Where a path of the list may be: beside it, then in the working directory."""
     if not name:
-        return None
-    for base in (listing.parent, Path()):
-        where = os.path.abspath(base / Path(name).expanduser())  # noqa: PTH100
-        if os.path.lexists(where):
-            return where
-    return None
+        return []
+    return [os.path.abspath(base / Path(name).expanduser()) for base in (listing.parent, Path())]  # noqa: PTH100
+
+
+def _locate(listing: Path, name: str) -> str | None:
+    return next((where for where in _places(listing, name) if os.path.lexists(where)), None)
+
+
+def _file(listing: Path, name: str) -> str | None:
+    """As ``_locate``, but no folder. A dangling link counts: reading it says what is wrong with it."""
+    return next((w for w in _places(listing, name) if os.path.lexists(w) and not Path(w).is_dir()), None)
 
 
 def _typed(labels: list[str], path: Path, lines: list[int]) -> list[str | int | None]:
-    given = [label for label in labels if label]
-    if not all(label.lstrip("+-").isdecimal() for label in given):
-        return [label or None for label in labels]
+    given = [None if label in ("", "-1") else label for label in labels]
+    if not all(re.fullmatch(r"[+-]?\d+", label) for label in given if label is not None):
+        return list(given)
     numbers: list[str | int | None] = []
-    for label, line in zip(labels, lines, strict=True):
-        number = int(label) if label else -1
-        if number < -1:
-            raise UserError(f"{path}, line {line}: label {number} is negative; use 0, 1, ... or -1 for unlabelled")
-        numbers.append(None if number == -1 else number)
+    for label, line in zip(given, lines, strict=True):
+        if label is not None:
+            if len(label.lstrip("+-0")) > 19 or int(label) > _LARGEST_LABEL:
+                raise UserError(f"{path}, line {line}: label {label[:40]} is too large; use 0 to {_LARGEST_LABEL}")
+            if int(label) < -1:
+                raise UserError(f"{path}, line {line}: label {label} is negative; use 0, 1, ... or -1 for unlabelled")
+        numbers.append(None if label is None or int(label) == -1 else int(label))
     return numbers

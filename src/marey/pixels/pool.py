@@ -23,6 +23,12 @@ import marey
 from marey.core.errors import UserError
 
 START_LIMIT_S = 120.0
+ASLEEP = 0.02
+"""Share of a core below which a silent child counts as waiting for something, not for its turn on the CPU."""
+MEASURABLE_S = 0.05
+"""CPU seconds below which a count is no evidence: systems count in steps of a hundredth."""
+STARVED = 4
+"""How many times the stall limit a silent child that gets too little of the CPU may take."""
 
 
 class Progressed(NamedTuple):
@@ -63,6 +69,12 @@ class _Child:
     ready: bool = False
     task: int | None = None
     since: float = field(default_factory=time.monotonic)
+    """When it was last heard of, and the CPU seconds it had used by then."""
+    used: float = 0.0
+
+    def heard(self) -> None:
+        """Its time without a word starts anew."""
+        self.since, self.used = time.monotonic(), _cpu_seconds(self.process.pid)
 
 
 def run_tasks(
@@ -72,8 +84,9 @@ def run_tasks(
 
     Events come as they happen, results in no particular order. A child from which no new frame is heard for
     ``stall_s`` seconds is killed, one that dies is noticed; either refuses its file and a new child takes over.
-    A job's ``UserError`` (nothing to do with the file: a full disk, say) ends everything. However the iteration
-    ends, no child outlives it.
+    On a busy machine a child that computes may take longer: until it has had ``stall_s`` seconds of the CPU, or
+    ``STARVED`` times as long by the clock. A job's ``UserError`` (nothing to do with the file: a full disk, say)
+    ends everything. However the iteration ends, no child outlives it.
     """
     waiting = iter(tasks)
     upcoming = next(waiting, None)
@@ -86,7 +99,8 @@ def run_tasks(
                 children.append(_start(job))
             for child in children:
                 if child.ready and child.task is None and upcoming is not None:
-                    child.task, child.since = upcoming[0], time.monotonic()
+                    child.task = upcoming[0]
+                    child.heard()
                     # A child that has just died is noticed below, and its task refused there.
                     with contextlib.suppress(OSError):
                         child.pipe.send(upcoming[1])
@@ -148,7 +162,7 @@ def _hear(child: _Child) -> Event | None:
             return None
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return Refused(child.task, f"the decoder died ({how})", lasting=False)
-    child.since = time.monotonic()
+    child.heard()
     if kind == "ready":
         child.ready = True
         return None
@@ -167,8 +181,12 @@ def _hear(child: _Child) -> Event | None:
 
 
 def _stalled(child: _Child, stall_s: float) -> Event | None:
-    if child.task is None or time.monotonic() - child.since < stall_s:
+    silent = time.monotonic() - child.since
+    if child.task is None or silent < stall_s:
         return None
+    used = _cpu_seconds(child.process.pid) - child.used
+    if max(ASLEEP * silent, MEASURABLE_S) < used < stall_s and silent < STARVED * stall_s:
+        return None  # it computes and other programs take its time: the machine is slow, not the file
     _end(child)
     return Refused(child.task, f"no new frame for {stall_s:g} s, so the decoder was stopped", lasting=False)
 
@@ -176,5 +194,17 @@ def _stalled(child: _Child, stall_s: float) -> Event | None:
 def _late(child: _Child) -> Event | None:
     if time.monotonic() - child.since > START_LIMIT_S:
         _end(child)
-        raise RuntimeError(f"a decoding process did not start within {START_LIMIT_S:g} s")
+        raise UserError(
+            f"a decoding process did not start within {START_LIMIT_S:g} s: the machine is too busy, or its disk too "
+            "slow; try again with fewer --workers"
+        )
     return None
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time a process has used; 0 where the system does not say, which leaves the clock to decide."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system time
+    except (OSError, IndexError, ValueError):
+        return 0.0

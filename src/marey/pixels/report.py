@@ -10,6 +10,8 @@ from typing import Any
 from marey.core.progress import duration
 from marey.pixels.sources import Discovery
 
+NOT_TEXT = "its name is not UTF-8, which a table cannot hold; rename it"
+"""Why a file is refused whose path is no text."""
 _SHOWN = 10
 """Lines of a kind in the text; the JSON holds them all."""
 

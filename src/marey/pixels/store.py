@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,14 @@ from numpy.typing import NDArray
 from marey.core.errors import UserError, nearest
 from marey.pixels.episodes import FrameRequest
 from marey.pixels.jpegs import decode_frame
-from marey.pixels.storeformat import REQUIRED, STORE_FORMAT, partial_path, read_metadata
+from marey.pixels.storeformat import (
+    BUILD_HINT,
+    REQUIRED,
+    STORE_FORMAT,
+    partial_path,
+    read_metadata,
+    refuse_no_table,
+)
 
 
 class FrameStore:
@@ -157,7 +165,9 @@ class EpisodeIndex:
         """Read the numeric columns and check them; raises ``UserError``."""
         table = dataset.to_table(columns=["episode_idx", "step_idx", "h", "w", "label"])
         if table.num_rows == 0:
-            raise UserError(f"{where} holds no frames; build it again with `marey ingest FOLDER {where}`")
+            raise UserError(
+                f"{where} holds no frames; build it again with `marey ingest FOLDER {shlex.quote(str(where))}`"
+            )
         episode, step, h, w = (_integers(table, name, where) for name in ("episode_idx", "step_idx", "h", "w"))
         label = _integers(table, "label", where, null=-1)
         order: NDArray[np.int64] | None = None
@@ -219,22 +229,20 @@ def _integers(table: pa.Table, name: str, where: Path, null: int | None = None) 
 
 
 def _open_table(where: Path) -> lance.LanceDataset:
-    build = "build one with `marey ingest FOLDER OUT.lance`, or use data=demo to try without data"
     if not where.exists():
         if partial_path(where).exists():
             raise UserError(
                 f"{where} is not finished: its ingest was stopped (see {partial_path(where)}); run the same "
                 "`marey ingest` command again to go on"
             )
-        raise UserError(f"{where} does not exist; {build}")
+        raise UserError(f"{where} does not exist; {BUILD_HINT}")
     if where.name.endswith(".partial"):
         raise UserError(f"{where} is an unfinished ingest; run the same `marey ingest` command again to finish it")
-    if not (where / "_versions").is_dir():
-        raise UserError(f"{where} is not a Lance table (it has no _versions folder); {build}")
+    refuse_no_table(where)
     try:
         return lance.dataset(str(where))
     except (ValueError, OSError) as error:
-        raise UserError(f"{where} cannot be opened as a Lance table ({_first_line(error)}); {build}") from None
+        raise UserError(f"{where} cannot be opened as a Lance table ({_first_line(error)}); {BUILD_HINT}") from None
 
 
 def _check_columns(where: Path, schema: pa.Schema) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from marey.core.errors import UserError
+
 METADATA_KEY = "marey"
 STORE_FORMAT = 1
 REQUIRED = ("episode_idx", "step_idx", "frame", "h", "w", "label")
@@ -32,6 +34,15 @@ FRAME_SCHEMA = pa.schema(
 def partial_path(store: Path) -> Path:
     """Where an ingest into ``store`` keeps its unfinished work."""
     return store.with_name(store.name + ".partial")
+
+
+BUILD_HINT = "build one with `marey ingest FOLDER OUT.lance`, or use data=demo to try without data"
+
+
+def refuse_no_table(where: Path) -> None:
+    """UserError for a folder or file that is no Lance table, before Lance says so in its own words."""
+    if not (where / "_versions").is_dir():
+        raise UserError(f"{where} is not a Lance table (it has no _versions folder); {BUILD_HINT}")
 
 
 def is_store(path: Path | str) -> bool:

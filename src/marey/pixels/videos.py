@@ -25,6 +25,7 @@ from marey.pixels.episodes import FrameRequest
 from marey.pixels.media import Unreadable, modified_ns, regular_size
 from marey.pixels.pool import Progressed, Refused, default_workers, run_tasks
 from marey.pixels.reader import VideoReader
+from marey.pixels.report import NOT_TEXT, printable
 from marey.pixels.sources import VideoFile, discover
 from marey.pixels.timeline import MIN_RATE
 
@@ -185,6 +186,9 @@ def _index_all(
     refused: dict[int, str] = {}
     keys: dict[int, str] = {}
     for number, video in enumerate(files):
+        if printable(video.path) != video.path:  # features and labels are tables, which name their videos
+            refused[number] = NOT_TEXT
+            continue
         try:
             keys[number] = index_key(video.path, rate)
         except Unreadable as error:
@@ -213,7 +217,7 @@ def _index_all(
                 else:
                     indexed[event.task] = _Indexed(files[event.task].path, keys[event.task], event.result)
                     _save(keys[event.task], event.result)
-    return indexed, [RefusedFile(files[number].path, reason) for number, reason in sorted(refused.items())]
+    return indexed, [RefusedFile(printable(files[number].path), reason) for number, reason in sorted(refused.items())]
 
 
 def _cached(key: str) -> Path:

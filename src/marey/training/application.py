@@ -20,7 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from marey.config import compose
 from marey.core.errors import UserError
-from marey.training.run import RUN_DIR_VARIABLE, check, execute
+from marey.training.launched import launched_rank
+from marey.training.run import RUN_DIR_VARIABLE, check, checkpoint_folder, execute
 
 
 def run_application(words: list[str]) -> None:
@@ -33,24 +34,35 @@ def run_application(words: list[str]) -> None:
     options = get_args_parser().parse_args(words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
     if _starts_one_run(options):
-        check(
-            compose.load_run(
-                options.overrides,
-                config_name=options.config_name or compose.DEFAULT_CONFIG,
-                config_dir=None if options.config_dir is None else Path(options.config_dir),
-            )
+        plain, follows_run_dir = compose.compose_job(
+            options.overrides,
+            config_name=options.config_name or compose.DEFAULT_CONFIG,
+            config_dir=None if options.config_dir is None else Path(options.config_dir),
         )
+        config = compose.validate_run(plain)
+        check(config, None if follows_run_dir else checkpoint_folder(config))
     refused: list[UserError] = []
+    begun = False
 
     def task(composed: DictConfig) -> None:
+        nonlocal begun
+        begun = True
         # Lightning starts the other local ranks from sys.argv, so it must be what the person typed.
         sys.argv = original
+        hydra_config = HydraConfig.get()
+        # With hydra.job.chdir=true Hydra has moved into the run folder. Checkpoints follow it there; data, and a
+        # checkpoint to resume from, are named from where the command was typed.
+        base = Path.cwd()
+        os.chdir(hydra_config.runtime.cwd)
+        run_dir = Path(hydra_config.runtime.output_dir)
+        if launched_rank() != 0:
+            run_dir = Path(os.environ.get(RUN_DIR_VARIABLE, run_dir))
         try:
-            plain = compose.to_plain(composed)
-            hydra_config = HydraConfig.get()
+            config = compose.validate_run(compose.to_plain(composed))
             execute(
-                compose.validate_run(plain),
-                run_dir=Path(os.environ.get(RUN_DIR_VARIABLE) or hydra_config.runtime.output_dir).resolve(),
+                config,
+                run_dir=run_dir.resolve(),
+                checkpoint_dir=checkpoint_folder(config, base=base),
                 overrides=list(hydra_config.overrides.task),
                 command=list(original),
             )
@@ -63,6 +75,13 @@ def run_application(words: list[str]) -> None:
     except (HydraException, OmegaConfBaseException) as error:
         name = options.config_name or compose.DEFAULT_CONFIG
         raise UserError(compose.explain(error, options.overrides, config_name=name)) from error
+    except OSError as error:
+        if begun:
+            raise
+        raise UserError(
+            f"the run folder cannot be made ({error.strerror or error}: {error.filename}); "
+            "set hydra.run.dir to a folder that can be written to"
+        ) from error
     finally:
         sys.argv = original
     if refused:

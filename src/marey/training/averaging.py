@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from marey.config.schema import EmaConfig
-from marey.training.ema import Ema
+from marey.training.ema import Ema, average_key
 from marey.training.watch import Watch
 
 
@@ -26,9 +26,14 @@ class Averaging(pl.Callback):
     def on_load_checkpoint(
         self, _trainer: pl.Trainer, _pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Restore the average and its count."""
-        if self.ema is not None:
-            self.ema.load(checkpoint[self._config.save_key], updates=checkpoint["marey"]["ema"]["updates"])
+        """Restore the average and its count; without one in the checkpoint, start it from the checkpoint's weights."""
+        if self.ema is None:
+            return
+        key = average_key(checkpoint)
+        if key is not None:
+            self.ema.load(checkpoint[key], updates=checkpoint["marey"]["ema"]["updates"])
+        else:
+            self.ema.load({name: checkpoint["state_dict"][name] for name in self.ema.copy}, updates=0)
 
     def on_fit_start(self, _trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the average where the weights are."""

@@ -51,7 +51,7 @@ def batch_plan(config: EncoderConfig, clips: int | None, *, world_size: int | No
     ``world_size`` spares the look at the machine's devices where it is known already.
 
     Raises:
-        UserError: fewer clips than one optimizer step takes, or a limit that leaves none.
+        UserError: fewer clips than one optimizer step takes, a limit that leaves none, or validation never reached.
     """
     trainer = config.trainer
     world = resolve_devices(trainer) * trainer.num_nodes if world_size is None else world_size
@@ -64,6 +64,7 @@ def batch_plan(config: EncoderConfig, clips: int | None, *, world_size: int | No
         if whole.micro_steps == 0:
             raise UserError(_too_few(config, clips=clips, world=world))
         micro_steps = _limited(trainer, whole.micro_steps, accumulate=accumulate)
+        check_validation_interval(trainer, micro_steps=micro_steps)
         steps = micro_steps // accumulate
         dropped = whole.dropped_clips
         limited = (whole.micro_steps - micro_steps) * statistic
@@ -94,7 +95,7 @@ def latent_plan(
     """The steps of a causal run whose first epoch has ``draws`` draws in ``micro_steps`` micro-steps (None: unknown).
 
     Raises:
-        UserError: a limit that leaves none.
+        UserError: a limit that leaves none, or validation never reached.
     """
     trainer, batch, accumulate = config.trainer, config.data.train_batch_size, config.accumulate_grad_batches
     statistic = world_size * batch
@@ -102,6 +103,7 @@ def latent_plan(
     epochs = None
     if micro_steps is not None:
         kept = _limited(trainer, micro_steps, accumulate=accumulate)
+        check_validation_interval(trainer, micro_steps=kept)
         steps = kept // accumulate
         limited = (micro_steps - kept) * statistic if trainer.overfit_batches else 0
         total = _total_steps(trainer, steps)
@@ -247,6 +249,21 @@ def limited_validation(trainer: TrainerConfig, whole: int) -> int:
             "or set it to 0 for no validation"
         )
     return steps
+
+
+def check_validation_interval(trainer: TrainerConfig, *, micro_steps: int) -> None:
+    """Refuse a ``trainer.val_check_interval`` that an epoch of ``micro_steps`` never reaches.
+
+    Raises:
+        UserError: naming the keys that would make it possible.
+    """
+    interval = trainer.val_check_interval
+    # Left null, check_val_every_n_epoch makes micro-steps count on through the epochs.
+    if isinstance(interval, int) and trainer.check_val_every_n_epoch is not None and interval > micro_steps:
+        raise UserError(
+            f"trainer.val_check_interval={interval} is more than the {micro_steps} micro-steps of an epoch; lower it, "
+            "or set trainer.check_val_every_n_epoch=null to count on through the epochs"
+        )
 
 
 def max_seconds(trainer: TrainerConfig) -> float | None:

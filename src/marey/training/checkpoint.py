@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from marey.config.schema import CheckpointConfig
 from marey.core.errors import UserError
 from marey.core.files import atomic_write, sync_folder
-from marey.training.folders import LAST, SUFFIX, checkpoint_name
+from marey.training.folders import LAST, checkpoint_name
 from marey.training.record import Record
 from marey.training.watch import Watch
 
@@ -50,8 +50,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class CheckpointWriter(Checkpoint):
     """Saves right after the optimizer step, before the loop moves on, so that a resume starts where this ended.
 
-    ``record`` completes each checkpoint and is told of it once it is on disk. ``keep_names`` are files of an earlier
-    run in the same folder, never written over.
+    ``record`` completes each checkpoint and is told of it once it is on disk.
     """
 
     def __init__(
@@ -61,12 +60,11 @@ class CheckpointWriter(Checkpoint):
         *,
         watch: Watch,
         record: Record,
-        keep_names: frozenset[str] = frozenset(),
     ) -> None:
         self.folder, self.config = folder, config
         self.saved: list[Path] = []
         """What this run wrote and kept, oldest first."""
-        self._watch, self._record, self._keep_names = watch, record, keep_names
+        self._watch, self._record = watch, record
 
     def on_train_start(self, trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
         """Count the epoch that a resume begins, where Lightning forgets to.
@@ -122,14 +120,9 @@ class CheckpointWriter(Checkpoint):
         )
 
     def _name(self, *, epoch: int, step: int) -> str:
-        name = checkpoint_name(
+        return checkpoint_name(
             self.config.filename, epoch=epoch, step=step, insert_names=self.config.auto_insert_metric_name
         )
-        version, free = 0, name
-        while free in self._keep_names:
-            version += 1
-            free = f"{name.removesuffix(SUFFIX)}-v{version}{SUFFIX}"
-        return free
 
     def _too_old(self, trainer: pl.Trainer) -> list[Path]:
         """What ``save_top_k`` no longer keeps; never the file that this run was resumed from."""

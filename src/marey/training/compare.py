@@ -100,9 +100,13 @@ def restore_lines(config: RunConfig, *, world_size: int) -> list[str]:
         lines.append(
             f"no loader.batch_size restores all three numbers on {world_size} ranks: a statistic of "
             f"{theirs.statistic} clips in BatchNorm groups of {theirs.norm_group} does not divide among them; "
-            f"use a number of ranks that divides {theirs.statistic // (theirs.norm_group or 1)}"
+            f"use {_ranks_that_divide(theirs.statistic // (theirs.norm_group or 1))}"
         )
     return lines
+
+
+def _ranks_that_divide(groups: int) -> str:
+    return "one rank" if groups == 1 else f"a number of ranks that divides {groups}"
 
 
 def _against(value: int | None, reference: int | None, recipe: str) -> str:

@@ -12,7 +12,7 @@ from marey.config.sizes import SIZES
 from marey.core.tokencount import kept_count
 
 ACTIVATIONS_PER_TOKEN_AND_LAYER = 20
-"""Values of the model's width kept for backward per token and layer: norms, qkv, its rotation, attention, MLP (4+4)."""
+"""Vectors of the model's width kept for backward per token and layer: norms, qkv and rotation, attention, MLP."""
 
 
 class StepCost(NamedTuple):

@@ -86,11 +86,14 @@ def open_train(config: EncoderConfig) -> ClipData:
 
 
 def open_val(config: EncoderConfig) -> ClipData:
-    """The validation clips: one per episode. ``data.val`` left null is ``data.train``.
+    """The validation clips: one per episode, with all their tokens. ``data.val`` left null is ``data.train``.
 
     Raises:
         UserError: as ``open_train``.
     """
+    # Tokens are dropped in training alone: whatever evaluates sees all of them.
+    whole = config.model.model_copy(update={"token_drop_rate": 0.0})
+    config = config.model_copy(update={"model": whole})
     return _open(config, config.data.val if config.data.val is not None else config.data.train, clips_per_video=1)
 
 

@@ -38,6 +38,11 @@ def describe_rule(config: EmaConfig) -> str:
     return f"every {config.update_every} optimizer steps, {one}{start}; {config.dtype}"
 
 
+def average_key(checkpoint: Mapping[str, Any]) -> str | None:
+    """The key of a checkpoint's averaged weights, whatever ``ema.save_key`` says now; None: it has none."""
+    return next((key for key in checkpoint["marey"]["keys"] if key != "state_dict" and checkpoint.get(key)), None)
+
+
 class Ema:
     """The averaged copy of some top-level modules of ``module``: parameters and buffers, by state-dict name.
 

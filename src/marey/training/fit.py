@@ -20,8 +20,8 @@ from marey.training.averaging import Averaging
 from marey.training.batchplan import BatchPlan, max_seconds
 from marey.training.checkpoint import CheckpointWriter, check_retention
 from marey.training.console import Console, Validation
-from marey.training.folders import LAST, checkpoints_in
 from marey.training.kinds.base import open_kind
+from marey.training.launched import launched_rank
 from marey.training.lightning_setup import (
     build_trainer,
     quiet_lightning,
@@ -34,9 +34,10 @@ from marey.training.metrics import MetricsCallback, MetricsFile
 from marey.training.module import TrainingModule
 from marey.training.receipt import Ending
 from marey.training.record import Record, count_parameters
+from marey.training.refusals import clear_refusals, leave_refusal, refusal_elsewhere
 from marey.training.resume import Start, begin
 from marey.training.schedule import check_schedule
-from marey.training.signals import StopRequest
+from marey.training.signals import ABORTED, StopRequest
 from marey.training.watch import AgreedRefusalError, Watch
 
 Say = Callable[[str], None]
@@ -61,6 +62,8 @@ def fit(
     """
     if _rank() != 0:
         say = _silent
+    else:
+        clear_refusals(run_dir)
     refuse_foreign_callbacks()
     check_retention(config.checkpoint)
     loaders: list[MicroStepLoader] = []
@@ -75,6 +78,7 @@ def fit(
         except UserError as error:
             if _rank() != 0:
                 # Lightning notices this exit code and ends the other ranks, which wait for this one in vain.
+                leave_refusal(run_dir, rank=_rank(), error=error)
                 print(f"marey: rank {_rank()}: {error}", file=sys.stderr, flush=True)
                 sys.exit(2)
             raise
@@ -136,13 +140,7 @@ class _Run:
             metrics=self.metrics,
             averaging=averaging,
         )
-        self.writer = CheckpointWriter(
-            checkpoint_dir,
-            config.checkpoint,
-            watch=self.watch,
-            record=self.record,
-            keep_names=self._names_of_another_run(),
-        )
+        self.writer = CheckpointWriter(checkpoint_dir, config.checkpoint, watch=self.watch, record=self.record)
         if self.start is not None:
             self._restore(self.start)
         self.trainer = self._trainer(averaging)
@@ -186,9 +184,15 @@ class _Run:
             )
         except SystemExit as error:
             # How Lightning leaves on a KeyboardInterrupt.
-            raise KeyboardInterrupt from error
+            raise KeyboardInterrupt(ABORTED) from error
         except torch.OutOfMemoryError as error:
             raise UserError(self.kind.out_of_memory()) from error
+        except RuntimeError as error:
+            # What a rank sees when another one has left.
+            said = None if self.plan.world_size == 1 else refusal_elsewhere(self.run_dir)
+            if said is None:
+                raise
+            raise AgreedRefusalError(said) from error
 
     def _opening_lines(self) -> Iterator[str]:
         """Parameters, data and steps, then what is unusual about this run."""
@@ -255,12 +259,6 @@ class _Run:
             watch=self.watch, total_steps=self.plan.total_steps, done_steps=self.done_steps, unit=self.kind.unit
         )
 
-    def _names_of_another_run(self) -> frozenset[str]:
-        """Weights taken from a checkpoint start another run: in one folder it must not write over the first."""
-        if self.start is not None:
-            return frozenset()
-        return frozenset(path.name for path in checkpoints_in(self.checkpoint_dir)) - {LAST}
-
     def _restore(self, start: Start) -> None:
         """What is neither weights, optimizer nor Lightning's counts; those, Lightning restores."""
         self.ledger.load_state_dict(start.state["consumed"])
@@ -297,7 +295,7 @@ def _check_length(config: RunConfig, plan: BatchPlan) -> None:
 
 def _rank() -> int:
     """This process's rank as far as the environment tells, before there is a Trainer to ask."""
-    return int(getattr(rank_zero_only, "rank", 0) or 0)
+    return int(getattr(rank_zero_only, "rank", 0) or 0) or launched_rank()
 
 
 def _seed_libraries(seed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 
 from marey.core.errors import UserError
@@ -15,7 +16,8 @@ _FIELD = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
 def check_folder(checkpoint_dir: Path, resume_path: Path | None) -> None:
     """Refuse a folder that holds another run's checkpoints. Creates nothing.
 
-    A resume from a checkpoint in the folder is the same run.
+    ``resume_path`` is what an exact resume goes on from: a checkpoint in the folder makes it the same run. A start
+    from weights alone is another run, whose checkpoints would mix with the first one's: it gives None.
 
     Raises:
         UserError: naming one of the checkpoints and both ways out.
@@ -33,6 +35,25 @@ def check_folder(checkpoint_dir: Path, resume_path: Path | None) -> None:
         f"set checkpoint.dirpath to another folder, or continue that run with "
         f"resume.ckpt_path={newest} resume.weights_only=false"
     )
+
+
+def check_writable(checkpoint_dir: Path) -> None:
+    """Make the folder and write to it now, not first when hours of training are to be saved.
+
+    Raises:
+        UserError: naming the folder and the system's reason.
+    """
+    try:
+        checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        # Permission bits do not tell: they mean nothing to root, or on a read-only or full file system.
+        with tempfile.NamedTemporaryFile(dir=checkpoint_dir, prefix=".writable-") as file:
+            file.write(b"checkpoint")
+            file.flush()
+    except OSError as error:
+        raise UserError(
+            f"checkpoints cannot be written to {checkpoint_dir} ({error.strerror or error}); "
+            "set checkpoint.dirpath to a folder that can be written to"
+        ) from error
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 Losses, rates and counts of a row cover the optimizer steps since the row before it, over all ranks; ranks and
 spreads of embeddings are of rank 0's last micro-step. A row cut short by the end of a sitting is written without
-starting a new interval, so a resumed run's later rows are those of a run that was never interrupted.
+starting a new interval and removed by a resume, so a resumed run's rows are those of a run that was never interrupted.
 """
 
 from __future__ import annotations
@@ -111,9 +111,10 @@ class MetricsCallback(pl.Callback):
         self.last_row: dict[str, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
-        """Open the file; rows after the restored step go."""
+        """Open the file; rows after the restored step go, and so does one that the last stop cut short there."""
         if trainer.is_global_zero:
-            self._file.start(after_step=self._after_step)
+            cut_short = self._sums.steps > 0  # an interval that is still open has no row of its own yet
+            self._file.start(after_step=self._after_step - cut_short)
 
     def on_train_batch_end(
         self,

@@ -40,6 +40,7 @@ class TrainingModule(pl.LightningModule):
         self.kind = kind
         self.config, self.plan = kind.config, kind.plan
         self._window: list[MicroStepRecord] = []
+        self._configured: list[dict[str, Any]] = []
         self._loaders = (train_loader, val_loader)
 
     def train_dataloader(self) -> MicroStepLoader:
@@ -100,10 +101,25 @@ class TrainingModule(pl.LightningModule):
         """AdamW, and a learning rate that is a function of the optimizer step."""
         optimizer = build_adamw(self, self.config.optimizer)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._share_of_peak)
+        kept = ("initial_lr", "weight_decay", "betas")
+        self._configured = [{key: group[key] for key in kept} for group in optimizer.param_groups]
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 1},
         }
+
+    def on_train_start(self) -> None:
+        """Make a resumed optimizer and schedule this configuration's: Lightning restores the checkpoint's settings.
+
+        Where nothing was changed, the same numbers are computed again, bit by bit.
+        """
+        if self.trainer.ckpt_path is None:
+            return
+        optimizer, scheduler = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
+        scheduler.base_lrs = [group["initial_lr"] for group in self._configured]
+        for group, configured in zip(optimizer.param_groups, self._configured, strict=True):
+            group.update(configured)
+            group["lr"] = configured["initial_lr"] * self._share_of_peak(scheduler.last_epoch)
 
     def _share_of_peak(self, step: int) -> float:
         config = self.config

@@ -111,7 +111,7 @@ def count_sources(config: EncoderConfig) -> tuple[list[SourceCount], list[str]]:
 
 
 def _count(config: EncoderConfig, source: SourceConfig, name: str, per_video: int) -> tuple[SourceCount | None, str]:
-    path = _built_demo(source.path) if source.path.startswith("demo:") else Path(source.path)
+    path = _built_demo(source.path) if source.path.startswith("demo:") else Path(source.path).expanduser()
     if path is not None and path.exists() and _is_store(path):
         from marey.pixels.clips import clip_span, index_clips
         from marey.pixels.store import FrameStore
@@ -168,7 +168,8 @@ def _step_lines(config: EncoderConfig, plan: BatchPlan) -> list[str]:
     if plan.limited_clips:
         lines.append(f"                 trainer limits leave out {plan.limited_clips:,} clips of each epoch")
     if plan.total_steps is None:
-        lines.append(f"                 until trainer.max_time={config.trainer.max_time}")
+        limit = config.trainer.max_time
+        lines.append(f"                 until {'it is stopped' if limit is None else f'trainer.max_time={limit}'}")
     else:
         lines.append(f"                 {plan.total_steps:,} optimizer steps in all, {plan.epochs:.4g} epochs")
     if plan.total_steps is not None and plan.total_steps <= config.scheduler.peak_step:

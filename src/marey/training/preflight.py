@@ -90,7 +90,7 @@ def check_data(config: RunConfig) -> None:
     for path in source_paths(config.data.train):
         if path.startswith("demo:") or any(mark in path for mark in "*?["):
             continue
-        if not Path(path).exists():
+        if not Path(path).expanduser().exists():
             building = path if path.endswith(".lance") else "OUT.lance"
             raise UserError(
                 f"data.train={path} does not exist (looked in {Path.cwd()}); build it with "

@@ -17,6 +17,7 @@ from marey.training.averaging import Averaging
 from marey.training.kinds.base import Consumed, Kind
 from marey.training.metrics import MetricsCallback
 from marey.training.receipt import Receipt, Status, now, open_receipt
+from marey.training.signals import ABORTED
 from marey.training.watch import Watch
 
 
@@ -121,7 +122,7 @@ class Record:
             self.close("refused", " ".join(str(error).split()))
             raise
         except KeyboardInterrupt:
-            self.close("failed", "aborted by a second Ctrl-C; what was saved before is complete")
+            self.close("failed", ABORTED)
             raise
         except BaseException as error:
             self.close("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:500])

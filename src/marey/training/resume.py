@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,8 @@ from torch import nn
 
 from marey.config.schema import describe
 from marey.core.errors import UserError
+from marey.training.changes import changed_keys, check_names, covers
+from marey.training.ema import average_key
 from marey.training.kinds.base import Kind
 
 # Changing these changes how a run is carried out or watched, not what it computes; each kind of run adds its own.
@@ -83,7 +85,6 @@ def load_weights(
     checkpoint: Mapping[str, Any],
     *,
     weights: Literal["online", "ema"],
-    ema_key: str,
     path: Path,
 ) -> None:
     """Load weights alone, every name and shape matching.
@@ -95,29 +96,91 @@ def load_weights(
     """
     state = dict(checkpoint["state_dict"])
     if weights == "ema":
-        averaged = checkpoint.get(ema_key)
-        if not averaged:
+        key = average_key(checkpoint)
+        if key is None:
             raise UserError(
                 f"resume.weights=ema asks for averaged weights and {path} has none; set resume.weights=online"
             )
-        state.update(averaged)
+        state.update(checkpoint[key])
+    _load(module, state, path=path)
+
+
+def _load(module: nn.Module, state: Mapping[str, Any], *, path: Path) -> None:
     try:
         module.load_state_dict(state, strict=True)
     except RuntimeError as error:
         detail = str(error).strip().splitlines()[-1].strip()
         raise UserError(
-            f"the weights in {path} do not fit this model ({detail}); use the model.* and projector.* settings "
+            f"the weights in {path} do not fit this model ({detail}); use the model's settings "
             "that `marey inspect` shows for it"
         ) from error
 
 
+def check_same_meaning(
+    old: Mapping[str, Any], kind: Kind, *, path: Path, allow: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Refuse weights that fit by shape and were trained to mean something else.
+
+    Returns the accepted changes, and the other ones of the model's settings, which weights do not depend on (clip
+    length, resolution, token dropping), both for the receipt.
+
+    Raises:
+        UserError: listing every change that is not accepted.
+    """
+    changes = [
+        (key, f"{key}: {before} -> {after}")
+        for key, before, after in changed_keys(old, describe(kind.config))
+        if covers(kind.model_keys, key)
+    ]
+    refused = [(key, line) for key, line in changes if key in kind.meaning and not covers(allow, key)]
+    if refused:
+        raise UserError(
+            f"the weights in {path} were trained for another model of the same shapes: "
+            f"{'; '.join(line for _, line in refused)}; set these keys back, or accept the change with "
+            f"'resume.allow_changes=[{','.join(key for key, _ in refused)}]'"
+        )
+    accepted = [line for key, line in changes if key in kind.meaning]
+    return accepted, [line for key, line in changes if key not in kind.meaning]
+
+
+def impossible(about: Mapping[str, Any], kind: Kind) -> str | None:
+    """Why the state of a checkpoint cannot be carried on with, whatever is accepted; None when it can.
+
+    ``about`` is the checkpoint's ``marey`` entry. Its place is a number of micro-steps within an epoch, after a
+    whole number of optimizer steps.
+    """
+    plan = kind.plan
+    statistic = about["statistic_batch"]
+    if statistic != plan.statistic_batch:
+        return (
+            f"its place in the epoch counts micro-steps of {statistic} {kind.unit} on all ranks and this run's "
+            f"have {plan.statistic_batch} (ranks x {kind.batch_key})"
+        )
+    accumulate = about["effective_batch"] // statistic
+    if accumulate != plan.accumulate:
+        return f"it accumulates {accumulate} micro-steps per optimizer step and this run {plan.accumulate}"
+    per_epoch = about["receipt"]["steps"]["micro_steps_per_epoch"]
+    if per_epoch != plan.micro_steps_per_epoch:
+        return f"its epochs have {per_epoch} micro-steps and this run's have {plan.micro_steps_per_epoch}"
+    if about["config"]["optimizer"]["exclude_bias_norm"] != kind.config.optimizer.exclude_bias_norm:
+        return "optimizer.exclude_bias_norm sorts the parameters into other groups than its optimizer state has"
+    return None
+
+
 def check_same_experiment(
-    old: Mapping[str, Any], kind: Kind, *, path: Path, allow: Sequence[str], same_batches: bool
+    old: Mapping[str, Any],
+    kind: Kind,
+    *,
+    path: Path,
+    allow: Sequence[str],
+    same_batches: bool,
+    reason: str | None = None,
 ) -> list[str]:
     """Refuse an exact resume whose configuration would make it another experiment.
 
     ``allow`` names keys, or sections, whose change is accepted. ``same_batches``: effective batch, statistic batch
-    and BatchNorm group are those of the checkpoint. Returns the accepted changes, for the receipt.
+    and BatchNorm group are those of the checkpoint. ``reason`` says why accepting would not help (``impossible``).
+    Returns the accepted changes, for the receipt.
 
     Raises:
         UserError: listing every change that is not accepted.
@@ -129,16 +192,20 @@ def check_same_experiment(
     if config.scheduler.end_lr != config.optimizer.lr or config.weight_decay_scheduler.enabled:
         harmless -= {"trainer.max_epochs", "trainer.max_steps"}  # they say where the schedule ends
     changes = {
-        key: (before, after) for key, before, after in _changes(old, describe(config)) if not _covers(harmless, key)
+        key: (before, after) for key, before, after in changed_keys(old, describe(config)) if not covers(harmless, key)
     }
-    refused = [f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if not _covers(allow, key)]
+    refused = [f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if not covers(allow, key)]
     if refused:
-        keys = ",".join(key for key in changes if not _covers(allow, key))
+        keys = ",".join(key for key in changes if not covers(allow, key))
+        way = f"accept the change with 'resume.allow_changes=[{keys}]'" if reason is None else _afresh(reason)
         raise UserError(
-            f"resuming {path} exactly would change the experiment: {'; '.join(refused)}; set these keys back, or "
-            f"accept the change with 'resume.allow_changes=[{keys}]'"
+            f"resuming {path} exactly would change the experiment: {'; '.join(refused)}; set these keys back, or {way}"
         )
     return [f"{key}: {before} -> {after}" for key, (before, after) in changes.items()]
+
+
+def _afresh(reason: str) -> str:
+    return f"start another run from its weights alone (resume.weights_only=true), since {reason}"
 
 
 def check_same_data(
@@ -148,42 +215,24 @@ def check_same_data(
     facts: Sequence[str],
     path: Path,
     allow: Sequence[str],
+    reason: str | None = None,
 ) -> None:
-    """Refuse an exact resume on data that is no longer what it was.
+    """Refuse an exact resume on data that is no longer what it was. ``reason``: as in ``check_same_experiment``.
 
     Raises:
         UserError: naming the first source that differs, and how.
     """
-    if _covers(allow, "data.train"):
+    if covers(allow, "data.train"):
         return
     for index, (before, after) in enumerate(zip(old, new, strict=False)):
         for key in facts:
             if before.get(key) != after.get(key):
+                accept = "accept the change with 'resume.allow_changes=[data.train]'"
                 raise UserError(
                     f"resuming {path} exactly needs the data it was trained on, and source {index} "
                     f"({after.get('path')}) has changed: {key} was {before.get(key)} and is {after.get(key)}; "
-                    "restore the data, or accept the change with 'resume.allow_changes=[data.train]'"
+                    f"restore the data, or {accept if reason is None else _afresh(reason)}"
                 )
-
-
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    before, after = dict(_flat(old)), dict(_flat(new))
-    for key in sorted(before.keys() | after.keys()):
-        a, b = before.get(key), after.get(key)
-        if a != b:
-            yield key, a, b
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield from _flat(inner, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", list(inner) if isinstance(inner, tuple) else inner
-
-
-def _covers(names: Collection[str], key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 @dataclass(frozen=True)
@@ -234,22 +283,36 @@ def begin(kind: Kind, module: nn.Module) -> tuple[Start | None, dict[str, Any] |
         "allowed_changes": [],
         "notes": [],
     }
+    check_names(allow, describe(config), about["config"])
     if not exact:
-        load_weights(module, checkpoint, weights=weights, ema_key=config.ema.save_key, path=path)
+        load_weights(module, checkpoint, weights=weights, path=path)
+        said["allowed_changes"], said["notes"] = check_same_meaning(about["config"], kind, path=path, allow=allow)
         return None, said
+    reason = impossible(about, kind)
     same_batches = all(
         about[name] == getattr(plan, name) for name in ("effective_batch", "statistic_batch", "norm_group")
     )
     said["allowed_changes"] = check_same_experiment(
-        about["config"], kind, path=path, allow=allow, same_batches=same_batches
+        about["config"], kind, path=path, allow=allow, same_batches=same_batches, reason=reason
     )
     check_same_data(
-        about["receipt"]["data"]["train"], kind.describe_train(), facts=kind.data_facts, path=path, allow=allow
+        about["receipt"]["data"]["train"],
+        kind.describe_train(),
+        facts=kind.data_facts,
+        path=path,
+        allow=allow,
+        reason=reason,
     )
     if about["world_size"] != plan.world_size:
         problem = kind.partition_problem(old_world=about["world_size"])
         if problem is not None:
-            raise UserError(f"resuming {path} exactly is not possible: {problem}")
+            raise UserError(f"resuming {path} exactly is impossible: {problem}")
+    if reason is not None:
+        raise UserError(f"resuming {path} exactly is impossible; {_afresh(reason)}")
+    _load(module, checkpoint["state_dict"], path=path)  # Lightning will too, and would fail less readably
+    if config.ema.enabled and average_key(checkpoint) is None:
+        said["notes"].append("the checkpoint holds no weight average: it starts from the checkpoint's weights")
+    if about["world_size"] != plan.world_size:
         said["notes"].append(
             f"written by {about['world_size']} ranks, continued by {plan.world_size}: "
             "equal within rounding, not bit by bit"

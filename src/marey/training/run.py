@@ -13,41 +13,52 @@ from marey.config.schema import describe
 from marey.core.files import write_text
 from marey.training.batchplan import resolve_devices
 from marey.training.compare import comparison_lines, restore_lines
-from marey.training.folders import check_folder
+from marey.training.folders import check_folder, check_writable
+from marey.training.launched import launched_rank
 from marey.training.preflight import check_data, check_hardware
 
 RUN_DIR_VARIABLE = "MAREY_RUN_DIR"
 """Set by the process a person started, so that the ranks it starts know the run's folder."""
 
 
-def check(config: RunConfig) -> None:
-    """Everything that can be refused before anything is loaded or written.
+def check(config: RunConfig, checkpoint_dir: Path | None) -> None:
+    """Everything that can be refused before anything is loaded.
+
+    ``checkpoint_dir`` (None: not known yet) is made and written to; nothing else is.
 
     Raises:
         UserError: the hardware, the data or the checkpoint folder cannot serve this run.
     """
     check_hardware(config.trainer)
     check_data(config)
-    check_folder(checkpoint_folder(config), None if config.resume.ckpt_path is None else Path(config.resume.ckpt_path))
+    if checkpoint_dir is None:
+        return
+    # Weights alone start another run, which has no place among the first one's checkpoints.
+    resume = None if config.resume.weights_only else config.resume.ckpt_path
+    check_folder(checkpoint_dir, None if resume is None else Path(resume).expanduser())
+    saves = config.trainer.enable_checkpointing is not False and not config.trainer.fast_dev_run
+    if saves and launched_rank() == 0:
+        check_writable(checkpoint_dir)
 
 
-def checkpoint_folder(config: RunConfig) -> Path:
-    """Absolute: relative paths resolve from where the run was launched."""
-    return Path(config.checkpoint.dirpath).expanduser().resolve()
+def checkpoint_folder(config: RunConfig, *, base: Path | None = None) -> Path:
+    """Absolute: a relative path resolves from ``base``, None: from where the run was launched."""
+    return ((base or Path.cwd()) / Path(config.checkpoint.dirpath).expanduser()).resolve()
 
 
-def execute(config: RunConfig, *, run_dir: Path, overrides: list[str], command: list[str]) -> None:
+def execute(
+    config: RunConfig, *, run_dir: Path, checkpoint_dir: Path, overrides: list[str], command: list[str]
+) -> None:
     """Run ``config``, leaving its records in ``run_dir``.
 
     Raises:
         UserError: the request cannot be run here; see :func:`check`.
     """
-    first = RUN_DIR_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0"
-    checkpoint_dir = checkpoint_folder(config)
+    first = launched_rank() == 0
     if first:
         say(f"checkpoints   {checkpoint_dir}")
         say(f"run folder    {run_dir}")
-        check(config)
+        check(config, checkpoint_dir)
     differences: list[str] = []
     if first:
         differences = recipe_differences(config, overrides)

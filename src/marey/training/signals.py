@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ABORTED = "stopped at once by a second request; work since the last checkpoint is lost"
 
 
 class StopRequest:
@@ -46,7 +47,7 @@ class StopRequest:
         name = signal.Signals(number).name
         if self.requested is not None and number == signal.SIGINT:
             self.aborted = True
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(ABORTED)
         if self.requested is None:
             self.requested = name
             what = "Ctrl-C" if number == signal.SIGINT else name

@@ -83,6 +83,12 @@ class Kind(ABC):
     """Keys whose change an exact resume accepts without asking, besides the trainer's own."""
     partition: ClassVar[tuple[str, ...]]
     """Keys that say how ranks share one experiment's batches."""
+    batch_key: ClassVar[str]
+    """The key that says how large a rank's batch is."""
+    model_keys: ClassVar[tuple[str, ...]]
+    """Keys and sections that say what the weights compute."""
+    meaning: ClassVar[tuple[str, ...]]
+    """Those whose change no weight's shape shows, although other weights would be needed after it."""
     data_facts: ClassVar[tuple[str, ...]]
     """What must be equal in the description of every training source for an exact resume."""
     summary_keys: ClassVar[Mapping[str, str]]

@@ -76,6 +76,16 @@ class CausalKind(Kind):
         "data.verify_sha256",
     )
     partition = ("data.train_batch_size", "trainer.devices", "trainer.num_nodes", "trainer.strategy")
+    batch_key = "data.train_batch_size"
+    model_keys = ("model", "program", "data.text.encoder")
+    meaning = (
+        "data.text.encoder",
+        "model.channels",
+        "model.patch",
+        "model.patch_t",
+        "program.name",
+        "program.visibility",
+    )
     data_facts = ("version", "windows")
     summary_keys: ClassVar[Mapping[str, str]] = summary_keys
 

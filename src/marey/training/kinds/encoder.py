@@ -44,6 +44,17 @@ class EncoderKind(Kind):
         "trainer.num_nodes",
         "trainer.strategy",
     )
+    batch_key = "loader.batch_size"
+    model_keys = ("frame_stride", "model")
+    meaning = (
+        "frame_stride",
+        "model.attn_mode",
+        "model.name",
+        "model.patch_size",
+        "model.rope_layout",
+        "model.tubelet_size",
+        "model.use_rope",
+    )
     data_facts = ("version", "usable_episodes", "clips_per_epoch")
     summary_keys: ClassVar[Mapping[str, str]] = summary_keys
 
@@ -67,7 +78,7 @@ class EncoderKind(Kind):
         )
 
     def val_loader(self, *, pin_memory: bool) -> MicroStepLoader:
-        """The same for validation: one clip an episode, views drawn for epoch 0 whatever the epoch."""
+        """The same for validation: one clip an episode, all tokens, views drawn for epoch 0 whatever the epoch."""
         assert self._val is not None
         steps = validation_steps(self.config, self._val.clips, statistic_batch=self.plan.statistic_batch)
         return build_loader(
@@ -143,7 +154,7 @@ class EncoderKind(Kind):
         micro_step: int,
         rank: int,  # noqa: ARG002
     ) -> dict[str, Tensor]:
-        """The training loss and its parts."""
+        """The training loss and its parts on validation clips, all tokens."""
         output = objective.forward_train_batch(batch, micro_step=micro_step)  # type: ignore[operator]
         return {"loss": output.loss, **output.parts}
 
