@@ -22,8 +22,8 @@ to.
 Unknown keys are refused with the nearest valid one. This page is written by `python docs/make_reference.py`.
 
 Choose a recipe with `recipe=` (walking_tours_vitb, k710_control, consumer_vit_tiny, videomix_vitl, smoke, demo) and
-data with `data=` (walking_tours, walking_tours_8, k710_20_percent, videomix, demo, custom; it wins over the recipe's),
-then override keys: `marey train recipe=smoke data=custom data.train=my.lance`.
+data with `data=` (walking_tours, walking_tours_8, k710_20_percent, videomix, demo, custom): what is typed wins over the
+recipe's data. Then override keys: `marey train recipe=smoke data=custom data.train=my.lance`.
 """
 
 

@@ -5,7 +5,8 @@ over a still, smooth, darker background of its own; no image is in both splits. 
 same clips come out everywhere the same video encoder is at hand.
 
 Files lie under ``<cache>/demo/<version>/``: ``clips/train/*.mp4``, ``clips/heldout/*.mp4``, ``clips/train.csv``,
-``clips/heldout.csv`` (columns ``path,label,motion``; the label is the digit), ``train.lance``, ``heldout.lance``.
+``clips/heldout.csv`` (columns ``path,label,digit,motion``; the label is the digit, and most training clips have
+none), ``train.lance``, ``heldout.lance``.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ VERSION = "digits-1"
 SEED = 0
 SPLITS = {"train": 1500, "heldout": 500}
 """Clips per split; every split has as many of each digit."""
+LABELLED = 500
+"""Clips of a split that carry their digit as a label; the rest are there to be watched, as unlabelled video is."""
 MOTIONS = ("left", "right", "up", "down", "clockwise", "anticlockwise", "grow", "shrink")
 FRAMES, SIDE, RATE = 32, 80, 15  # 31 frames is what a clip of 16 at the default stride of 2 spans
 PLACES = 12
@@ -159,9 +162,12 @@ def write_clips(folder: Path) -> str:
 
             for _ in pool.map(write, clips):
                 progress.advance()
-            rows = [(f"{split}/{clip.file}", clip.digit, clip.motion) for clip in clips]
+            rows = [
+                (f"{split}/{clip.file}", clip.digit if index < LABELLED else "", clip.digit, clip.motion)
+                for index, clip in enumerate(clips)
+            ]
             text = io.StringIO()
-            csv.writer(text, lineterminator="\n").writerows([("path", "label", "motion"), *rows])
+            csv.writer(text, lineterminator="\n").writerows([("path", "label", "digit", "motion"), *rows])
             write_text(folder / f"{split}.csv", text.getvalue())
     return encoder
 
