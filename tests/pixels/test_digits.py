@@ -20,7 +20,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty cache and 20 + 10 clips."""
     monkeypatch.setenv("MAREY_CACHE", str(tmp_path))
     monkeypatch.setattr(digits, "SPLITS", {"train": 20, "heldout": 10})
-    monkeypatch.setattr(digits, "LABELLED", 10)
+    monkeypatch.setattr(digits, "LABELLED", {"train": 10, "heldout": 10})
     return tmp_path
 
 
@@ -100,7 +100,7 @@ def test_the_demo_builds_once_as_h264_and_stores_with_labels(small: Path) -> Non
         assert source.labels is not None
         assert source.labels.tolist() == [int(row["label"] or -1) for row in rows]
         labelled = [row for row in rows if row["label"]]
-        assert len(labelled) == min(digits.LABELLED, len(rows))
+        assert len(labelled) == digits.LABELLED[split]
         assert all(row["label"] == row["digit"] for row in labelled)
         assert [Path(file) for file in source.files] == [clips / row["path"] for row in rows]
         assert {row["motion"] for row in rows} <= set(MOTIONS)

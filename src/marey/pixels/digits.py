@@ -39,8 +39,8 @@ VERSION = "digits-1"
 SEED = 0
 SPLITS = {"train": 1500, "heldout": 500}
 """Clips per split; every split has as many of each digit."""
-LABELLED = 500
-"""Clips of a split that carry their digit as a label; the rest are there to be watched, as unlabelled video is."""
+LABELLED = {"train": 200, "heldout": 500}
+"""Clips that carry their digit as a label: twenty of each to learn from. The rest are unlabelled video to watch."""
 MOTIONS = ("left", "right", "up", "down", "clockwise", "anticlockwise", "grow", "shrink")
 FRAMES, SIDE, RATE = 32, 80, 15  # 31 frames is what a clip of 16 at the default stride of 2 spans
 PLACES = 12
@@ -163,7 +163,7 @@ def write_clips(folder: Path) -> str:
             for _ in pool.map(write, clips):
                 progress.advance()
             rows = [
-                (f"{split}/{clip.file}", clip.digit if index < LABELLED else "", clip.digit, clip.motion)
+                (f"{split}/{clip.file}", clip.digit if index < LABELLED[split] else "", clip.digit, clip.motion)
                 for index, clip in enumerate(clips)
             ]
             text = io.StringIO()
