@@ -211,3 +211,8 @@ def test_only_recipe_and_data_choices_are_group_overrides() -> None:
         "recipe=smoke",
         "data=demo",
     ]
+
+
+def test_the_causal_run_is_refused_as_such_until_it_can_be_trained() -> None:
+    with pytest.raises(UserError, match="objective=latent_video cannot be trained by this version"):
+        compose.load_config([], config_name="causal_video")

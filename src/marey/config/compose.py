@@ -91,6 +91,11 @@ def validate(plain: Mapping[str, Any], schema: type[BaseModel] = EncoderConfig) 
     Raises:
         UserError: the first key that is unknown, missing or out of range, with its value and its meaning.
     """
+    if schema is EncoderConfig and plain.get("objective") == "latent_video":
+        raise UserError(
+            "objective=latent_video cannot be trained by this version, which has its data, batching and programs as a "
+            "library only; train the encoder instead (without --config-name causal_video)"
+        )
     try:
         return schema.model_validate(dict(plain))
     except ValidationError as error:
