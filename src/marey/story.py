@@ -9,17 +9,15 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from marey.core.commands import override
 from marey.core.errors import UserError
 from marey.core.files import write_json, write_text
+from marey.core.stopping import sigterm_is_ctrl_c
 
 if TYPE_CHECKING:
     from marey.evaluation.demo_results import LabelTable
@@ -206,7 +204,7 @@ def stream(command: Sequence[str], *, log: Path, say: Say) -> None:
     )
     assert process.stdout is not None
     last = ""
-    with process.stdout, log.open("w", encoding="utf-8") as file, _stops_are_interrupts():
+    with process.stdout, log.open("w", encoding="utf-8") as file, sigterm_is_ctrl_c():
         try:
             for line in process.stdout:
                 file.write(line)
@@ -226,23 +224,6 @@ def stream(command: Sequence[str], *, log: Path, say: Say) -> None:
         raise UserError(last.removeprefix("marey: ") or f"training refused to start; see {log}")
     if code != 0:
         raise RuntimeError(f"training ended with exit code {code}; its lines are in {log}")
-
-
-@contextmanager
-def _stops_are_interrupts() -> Iterator[None]:
-    """SIGTERM arrives as KeyboardInterrupt, so that it stops the training process as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def next_commands(*, run: Path, checkpoint: Path, data: DemoData) -> list[tuple[str, str]]:

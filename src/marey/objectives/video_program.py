@@ -9,6 +9,7 @@ model does the work, the video decoder owns the reduction.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -83,7 +84,7 @@ class ProgramSettings:
     """video tokens of one forward pass (``packed`` alone; None: no bound)"""
 
 
-class VideoProgram(nn.Module):
+class VideoProgram(nn.Module, ABC):
     """Base of the programs. Submodule ``model``; buffer ``blank_text`` ``[L, D]`` where a blank embedding was given.
 
     With ``max_tokens`` a batch beyond it is cut into chunks whose activations are recomputed in the backward pass,
@@ -111,13 +112,13 @@ class VideoProgram(nn.Module):
         self.decoder = settings.decoder
         self.register_buffer("blank_text", blank_text)
 
+    @abstractmethod
     def prepare(self, batch: LatentBatch, draws: FlowDraws) -> Prepared:
         """What the model sees and predicts, given this step's random tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def supervised_frames(self, batch: LatentBatch) -> list[int]:
         """How many frames of each sample are supervised."""
-        raise NotImplementedError
 
     def predict(self, prepared: Prepared, layout: VideoLayout, text: Tensor | None) -> Tensor:
         """Velocity of the predicted frames, ``[B, C, T, H, W]``; zero where the layout shows nothing."""
