@@ -17,14 +17,20 @@ FROZEN = {
     "embed": [
         "--batch", "--clips-per-video", "--device", "--overwrite", "--per", "--weights", "checkpoint", "out", "source",
     ],
+    "encode": ["--codec", "--dtype", "--option", "--text-column", "--texts", "out", "source"],
     "ingest": [
         "--episode-length", "--labels", "--quality", "--rate", "--short-edge", "--stall", "--workers", "out", "sources",
     ],
     "inspect": ["--config", "path"],
-    "plan": ["--config-name", "overrides"],
+    "make-config": ["--out", "--weights", "manifests"],
+    "plan": ["--config-dir", "--config-name", "overrides"],
     "probe": [
         "--batch", "--clips-per-video", "--device", "--json", "--label-column", "--labels", "--seed", "--test",
         "--weights", "checkpoint", "data",
+    ],
+    "rollout": [
+        "--clip", "--clips", "--codec", "--data", "--device", "--guidance", "--horizon", "--option", "--out",
+        "--prefix", "--seed", "--steps", "--text", "--weights", "checkpoint",
     ],
     "train": ["overrides"],
 }  # fmt: skip

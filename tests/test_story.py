@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 
 from marey import story
+from marey.config.causal import CausalConfig
+from marey.config.compose import compose_container, validate
 from marey.core.errors import UserError
+from marey.evaluation.demo_future import PATCH, SIDE, Latents, small_latents
 from marey.evaluation.page import page
+from marey.latents.manifest import read_manifest
 from marey.pixels.digits import encode
 
 
@@ -20,6 +24,31 @@ def test_training_is_the_command_a_person_would_type(tmp_path: Path):
     assert words[:4] == ["train", "recipe=demo", "data=demo", "seed=3"]
     assert "trainer.max_steps=7" in words
     assert not any("max_steps" in word for word in story.train_words([], run=tmp_path, steps=None, seed=0))
+
+
+def test_the_second_act_is_a_command_too(tmp_path: Path):
+    latents = Latents([("data.train", "/a b/m.csv"), ("data.val_fraction", "0.1")], None)
+    words = story.predict_words(latents, run=tmp_path / "future", steps=None, seed=3)
+    assert words[:5] == ["train", "--config-name", "causal_video", 'data.train="/a b/m.csv"', "data.val_fraction=0.1"]
+    assert f"trainer.max_steps={story.PREDICTOR_STEPS}" in words
+    assert f"data.epoch_draws={story.PREDICTOR_STEPS * story.PREDICTOR_BATCH}" in words
+    assert "trainer.max_steps=2" in story.predict_words(latents, run=tmp_path, steps=2, seed=0)
+    config = validate(compose_container(words[3:-2], config_name="causal_video"), CausalConfig)
+    assert config.data.batching.mode == "packed"
+
+
+def test_without_enough_videos_the_future_is_of_a_clip_that_training_saw(tmp_path: Path):
+    for count, held_out in ((1, False), (12, True)):
+        videos = tmp_path / f"{count}"
+        videos.mkdir()
+        for i in range(count):
+            moving_square(videos / f"c{i}.mp4", i % 3)
+        latents = small_latents(str(videos), None, tmp_path / f"latents{count}", say=lambda _: None)
+        assert (latents.asked is None) == held_out
+        manifest = read_manifest(tmp_path / f"latents{count}" / "train" / "manifest.csv")
+        assert len(manifest) == count
+        assert manifest.height is not None
+        assert manifest.height.tolist() == [SIDE // PATCH] * count
 
 
 def test_every_call_has_a_run_folder_of_its_own(tmp_path: Path):
@@ -105,6 +134,8 @@ def test_a_persons_own_videos_become_a_page(tmp_path: Path, monkeypatch):
     assert "A video encoder of your own, from 3 of your videos" in text
     assert "What it finds alike" in text
     assert "What it learned" not in text
+    assert "What it expects to happen next" in text
+    assert list((out / "run-001" / "future" / "rollout").glob("*.mp4"))
     run = out / "run-001"
     assert (run / "checkpoints" / "last.ckpt").exists()
     assert (run / "report.html").read_text() == text

@@ -88,10 +88,74 @@ def _ingest(arguments: argparse.Namespace) -> None:
     print(report.text())
 
 
+@sigterm_is_ctrl_c()
+def _encode(arguments: argparse.Namespace) -> None:
+    from marey.evaluation.encoding import encode_store, parse_options
+
+    print(
+        encode_store(
+            arguments.source,
+            Path(arguments.out),
+            codec=arguments.codec,
+            options=parse_options(arguments.option),
+            dtype=arguments.dtype,
+            texts=None if arguments.texts is None else Path(arguments.texts),
+            text_column=arguments.text_column,
+        )
+    )
+
+
+def _make_config(arguments: argparse.Namespace) -> None:
+    from marey.config.compose import compose_container
+    from marey.latents.make_config import make_config
+
+    out = Path(arguments.out)
+    written = make_config(
+        arguments.manifests,
+        out,
+        defaults=compose_container([], config_name="causal_video"),
+        weights=arguments.weights,
+    )
+    data = written["data"]
+    print(
+        f"{out}: {len(data['sources'])} sources weighed {data['weights']}, {data['train_batch_size']} samples "
+        f"per rank, pools of {data['batching']['bucket_pool_size']}; next\n"
+        f"  marey plan --config-dir {out.parent.resolve()} --config-name {out.stem}\n"
+        f"  marey train --config-dir {out.parent.resolve()} --config-name {out.stem}"
+    )
+
+
+@sigterm_is_ctrl_c()
+def _rollout(arguments: argparse.Namespace) -> None:
+    from marey.evaluation.encoding import parse_options
+    from marey.evaluation.latent_sample import CodecChoice
+    from marey.evaluation.rollout import roll_out, rollout_text, write_rollouts
+
+    if arguments.option and arguments.codec is None:
+        raise UserError(f"--option {arguments.option[0]} belongs to a codec; name it with --codec")
+    loaded, rollouts = roll_out(
+        Path(arguments.checkpoint),
+        data=arguments.data,
+        clip=arguments.clip,
+        clips=arguments.clips,
+        prefix=arguments.prefix,
+        horizon=arguments.horizon,
+        steps=arguments.steps,
+        guidance=arguments.guidance,
+        text=arguments.text,
+        seed=arguments.seed,
+        weights=arguments.weights,
+        codec=None if arguments.codec is None else CodecChoice(arguments.codec, parse_options(arguments.option)),
+        device=arguments.device,
+    )
+    print(rollout_text(loaded, rollouts, write_rollouts(Path(arguments.out), loaded, rollouts)))
+
+
 def _plan(arguments: argparse.Namespace) -> None:
     from marey.training.plan import plan_text
 
-    print(plan_text(arguments.overrides, config_name=arguments.config_name))
+    folder = None if arguments.config_dir is None else Path(arguments.config_dir)
+    print(plan_text(arguments.overrides, config_name=arguments.config_name, config_dir=folder))
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
@@ -231,8 +295,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     ingest.add_argument("--stall", type=float, default=60.0, help="seconds without a frame before a file is given up")
 
+    encode = command("encode", _encode, "frames -> latents and a manifest, through a codec; resumable")
+    encode.add_argument("source", metavar="STORE", help="frame store (or videos, or demo:train)")
+    encode.add_argument("out", metavar="OUT", help="folder for latents/ and manifest.csv")
+    encode.add_argument("--codec", default="patch", help="patch, encoder or wan (default: patch)")
+    encode.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the codec, repeatable: patch=8; path=CKPT (encoder); path=FOLDER (wan)",
+    )
+    encode.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
+    encode.add_argument("--texts", metavar="CSV", help="texts by source file (columns `path` and `text`)")
+    encode.add_argument("--text-column", default="text", help="column of --texts (default: text)")
+
+    make_config = command("make-config", _make_config, "a complete causal run from manifests of latents")
+    make_config.add_argument(
+        "manifests", nargs="+", metavar="MANIFEST", help="CSV or Parquet, as `marey encode` writes"
+    )
+    make_config.add_argument("--out", required=True, metavar="RUN.yaml")
+    make_config.add_argument(
+        "--weights", choices=("balanced", "hours", "size"), default="hours", help="shares of the sources"
+    )
+
     plan = command("plan", _plan, "before any GPU hour: batches, steps, tokens, FLOPs, memory, and what differs")
     plan.add_argument("--config-name", default="config")
+    plan.add_argument("--config-dir", metavar="DIR", help="where that configuration lies, if not in this package")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="as for `marey train`")
 
     train = command(
@@ -240,7 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("overrides", nargs="*", metavar="key=value")
 
-    inspect = command("inspect", _inspect, "any store, checkpoint or run folder in plain words")
+    inspect = command("inspect", _inspect, "any store, manifest, checkpoint or run folder in plain words")
     inspect.add_argument("path", metavar="PATH")
     inspect.add_argument("--config", action="store_true", help="print the resolved configuration too")
 
@@ -251,6 +340,25 @@ def _parser() -> argparse.ArgumentParser:
     embed.add_argument("--per", choices=("clip", "frame"), default="clip")
     embed.add_argument("--overwrite", action="store_true")
     _add_encoder_options(embed)
+
+    rollout = command("rollout", _rollout, "a held-out future beside its prediction, as video, with errors")
+    rollout.add_argument("checkpoint", metavar="CKPT", help="of `marey train --config-name causal_video`")
+    rollout.add_argument(
+        "--data", metavar="DATA", help="manifest, store or demo:heldout (default: what the run held out)"
+    )
+    rollout.add_argument("--clip", metavar="ID", help="this clip (default: drawn by --seed)")
+    rollout.add_argument("--clips", type=_positive, default=1, help="how many clips (default: 1)")
+    rollout.add_argument("--out", default="rollout", metavar="DIR", help="default: ./rollout")
+    rollout.add_argument("--prefix", type=_positive, help="latent frames given (default: a geometry of training)")
+    rollout.add_argument("--horizon", type=_positive, help="latent frames predicted, beyond training's too")
+    rollout.add_argument("--steps", type=_positive, default=25, help="Euler steps (default: 25)")
+    rollout.add_argument("--guidance", type=float, default=1.0, help="of the text; above 1 needs text dropout")
+    rollout.add_argument("--text", help="instead of the clip's own")
+    rollout.add_argument("--seed", type=_seed, default=0, help="clips and noise (default: 0)")
+    rollout.add_argument("--weights", choices=("ema", "online"), help="default: ema where the checkpoint has it")
+    rollout.add_argument("--codec", help="what made the latents, where the data does not say")
+    rollout.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of --codec, repeatable")
+    rollout.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
 
     probe = command("probe", _probe, "frozen kNN and linear probe on held-out videos, beside random weights")
     probe.add_argument("checkpoint", metavar="CKPT")

@@ -1,4 +1,7 @@
-"""``marey demo``: clips, pretraining, probes before and after, one page. A caller of the rooms, as cli is."""
+"""``marey demo``: clips, pretraining, probes before and after, a predicted future, one page.
+
+A caller of the rooms, as cli is.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from marey.core.files import write_json, write_text
 from marey.core.stopping import sigterm_is_ctrl_c
 
 if TYPE_CHECKING:
+    from marey.evaluation.demo_future import Latents
     from marey.evaluation.demo_results import LabelTable
+    from marey.evaluation.future_page import Future
 
 Say = Callable[[str], None]
 SHORT_EDGE = 128
@@ -29,6 +34,23 @@ OWN_STRIDE = 2
 """Stored frames between two frames of a clip of a person's own videos: 8 frames then span about a second."""
 BATCHES_PER_EPOCH = 8
 SHOWN_CLIPS = 8
+PREDICTOR_STEPS = 450
+"""Optimizer steps of the second act: about a minute on two cores."""
+PREDICTOR_BATCH = 4
+PREDICTOR = (
+    "data.batching.mode=packed",
+    f"data.train_batch_size={PREDICTOR_BATCH}",
+    "data.buckets=[[2,4],[3,6],[4,8],[4,12]]",
+    "data.window_stride=4",
+    "model.hidden=256",
+    "model.layers=3",
+    "optimizer.lr=3e-3",
+    "scheduler.peak_step=20",
+    "scheduler.end_lr=3e-4",
+    "trainer.limit_val_batches=0",
+    "loader.num_workers=0",
+)
+"""What makes the causal run small enough for the second act."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +92,8 @@ def demo(
     if not checkpoint.exists():
         raise UserError(f"training ended without writing {checkpoint}; {run / 'train.log'} has what it said")
 
+    future, remarks = _second_act(data, run, steps=steps, seed=seed, say=say)
+
     from marey.evaluation.demo_results import evaluate, page, summary  # deferred: training has its own process
 
     say("probing:      the trained encoder beside the same one with random weights")
@@ -83,6 +107,8 @@ def demo(
         shown=SHOWN_CLIPS,
         seed=seed,
         say=say,
+        future=future,
+        notes=remarks,
     )
     write_json(run / "probe.json", [result.as_dict() for result in results.probes])
     text = page(results)
@@ -91,6 +117,42 @@ def demo(
     for line in summary(results, report=report, run=run, checkpoint=checkpoint):
         say(line)
     return report
+
+
+def _second_act(
+    data: DemoData, run: Path, *, steps: int | None, seed: int, say: Say
+) -> tuple[Future | None, list[str]]:
+    """Train a small causal predictor on the clips' latents and roll it out; None, and why, where that cannot be."""
+    from marey.evaluation.demo_future import futures, left_out, small_latents
+
+    folder = run / "future"
+    checkpoint = folder / "checkpoints" / "last.ckpt"
+    try:
+        latents = small_latents(data.train, data.held_out, folder / "latents", say=say)
+        words = predict_words(latents, run=folder, steps=steps, seed=seed)
+        say("predicting:   marey " + shlex.join(words))
+        stream([sys.executable, "-P", "-m", "marey", *words], log=folder / "train.log", say=say)
+        return futures(folder, checkpoint, latents, seed=seed), []
+    except UserError as error:  # the first act is worth its page all the same; the page says what is missing
+        say(f"note: {left_out(error)}")
+        return None, [left_out(error)]
+
+
+def predict_words(latents: Latents, *, run: Path, steps: int | None, seed: int) -> list[str]:
+    """``train`` and its overrides for the second act, all of its files in ``run``."""
+    wanted = PREDICTOR_STEPS if steps is None else min(steps, PREDICTOR_STEPS)
+    return [
+        "train",
+        "--config-name",
+        "causal_video",
+        *(override(key, value) if key != "data.val_fraction" else f"{key}={value}" for key, value in latents.overrides),
+        *PREDICTOR,
+        f"seed={seed}",
+        f"trainer.max_steps={wanted}",
+        f"data.epoch_draws={wanted * PREDICTOR_BATCH}",
+        override("hydra.run.dir", str(run)),
+        override("checkpoint.dirpath", str(run / "checkpoints")),
+    ]
 
 
 def claim_report(out: Path) -> Path:
@@ -239,8 +301,11 @@ def next_commands(*, run: Path, checkpoint: Path, data: DemoData) -> list[tuple[
         if data.held_out is None
         else ("the same story on a folder of your own videos, which need no labels", "marey demo --videos FOLDER")
     )
+    predictor = run / "future" / "checkpoints" / "last.ckpt"
+    foretold = [("more futures, as video", f"marey rollout {shlex.quote(str(predictor))} --clips 4")]
     return [
         ("what experiment this run was", f"marey inspect {shlex.quote(str(run))}"),
         ("its features, one row per clip", f"marey embed {quoted} {source} features.parquet"),
+        *(foretold if predictor.exists() else []),
         own,
     ]

@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from marey.config import compose
+from marey.config.causal import CausalConfig
 from marey.config.schema import EncoderConfig, describe
 from marey.core.errors import UserError
 
@@ -213,6 +214,20 @@ def test_only_recipe_and_data_choices_are_group_overrides() -> None:
     ]
 
 
-def test_the_causal_run_is_refused_as_such_until_it_can_be_trained() -> None:
-    with pytest.raises(UserError, match="objective=latent_video cannot be trained by this version"):
-        compose.load_config([], config_name="causal_video")
+def test_the_objective_chooses_the_schema() -> None:
+    assert isinstance(compose.load_run([]), EncoderConfig)
+    assert isinstance(compose.load_run(["data=demo"], config_name="causal_video"), CausalConfig)
+
+
+def test_a_causal_run_differs_from_its_own_recipe_and_not_by_its_data() -> None:
+    overrides = ["data=demo", "causal_recipe=long", "optimizer.lr=1e-3"]
+    config = compose.load_run(overrides, config_name="causal_video")
+    recipe = compose.load_recipe(config, overrides)
+    assert recipe.recipe.name == "causal_long"
+    assert compose.differences(describe(config), describe(recipe)) == ["optimizer.lr=0.001 (recipe: 0.0003)"]
+
+
+def test_causal_yaml_and_schema_declare_the_same_keys() -> None:
+    found = {key for key, _ in compose.flatten(compose.compose_container([], config_name="causal_video"))}
+    free = {key for key in found if key.startswith("data.codec.options")}
+    assert found - free == models(CausalConfig) - {"data.codec.options"}

@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 from marey.core.errors import UserError
 from marey.evaluation.inspect import inspect_text
 
+from .causal_cases import causal_checkpoint, small_config
+
 
 def test_a_checkpoint_says_which_experiment_it_is(checkpoint, content):
     text = inspect_text(checkpoint)
@@ -45,6 +47,66 @@ def test_config_is_printed_back_as_yaml(checkpoint, content):
 
 def test_a_checkpoint_without_an_average_says_so(write):
     assert "absent (ema.enabled=false)" in inspect_text(write(state_dict_ema=None))
+
+
+def test_a_causal_checkpoint_says_what_it_predicts_and_how_it_was_batched(tmp_path: Path):
+    path = causal_checkpoint(tmp_path / "c.ckpt", "data.train=m.csv", "data.batching.mode=packed")
+    text = inspect_text(path)
+    for words in (
+        "a Marey causal checkpoint",
+        "optimizer step 40",
+        "samples: effective 4, world size 2",
+        "latents [B,C,T,H,W] of 48 channels, the first on a canvas of 4 x 4, 15 latent frames/s, codec patch-1 patch=4",
+        "video transformer, width 16, 1 blocks, 2 heads, patches of 1 x 2 x 2 latent cells",
+        "prefix_suffix, without text, given + predicted frames 1+3, 2+4; 2 samples per rank, mode packed",
+        "m.csv",
+        "roll out with these",
+        "absent (ema.enabled=false)",
+    ):
+        assert words in text
+    assert len(text.splitlines()) < 16
+
+
+def test_a_causal_run_says_its_program_and_sources(tmp_path: Path):
+    sources = [{"name": "a", "path": "/d/a.csv", "clips": 12, "windows": 30}]
+    config = {**small_config("data.train=a.csv").model_dump(mode="json")}
+    receipt = {**RECEIPT, "kind": "causal", "config": config, "data": {"name": "a", "train": sources}}
+    (tmp_path / "receipt.json").write_text(json.dumps(receipt))
+    (tmp_path / "metrics.csv").write_text("step,train/loss,padding_share\n20,0.5,0.25\n")
+    text = inspect_text(tmp_path)
+    for words in ("a (/d/a.csv): 12 clips, 30 windows", "prefix_suffix", "mode bucket", "padding_share 0.25"):
+        assert words in text
+
+
+def test_a_manifest_says_what_it_holds_and_who_made_it(tmp_path: Path):
+    table = 'clip_id,path,length_frames,height,width,text,fps,mine\na,a.npy,8,4,6,"x, y",8,1\nb,b.npy,6,4,4,,8,2\n'
+    (tmp_path / "m.csv").write_text(table)
+    for name in "ab":
+        (tmp_path / f"{name}.npy").write_bytes(b"")
+    text = inspect_text(tmp_path / "m.csv")
+    for words in (
+        "a manifest of stored latents",
+        "2 of 2 recordings",
+        "14 latent frames, 6 to 8 a clip, 0.0 minutes at 8 a second",
+        "4 x 4 (1), 4 x 6 (1)",
+        "1 clip has one, 1 different",
+        "not recorded",
+        "mine",
+    ):
+        assert words in text
+    import pyarrow.csv as pacsv
+    import pyarrow.parquet as pq
+
+    pq.write_table(pacsv.read_csv(tmp_path / "m.csv"), tmp_path / "m.parquet")
+    assert inspect_text(tmp_path / "m.parquet").splitlines()[1:-1] == text.splitlines()[1:-1]
+    (tmp_path / "a.npy").unlink()
+    with pytest.raises(UserError, match=r"row 1, column path"):
+        inspect_text(tmp_path / "m.csv")
+    (tmp_path / "videos.csv").write_text("path,label\na.mp4,1\n")
+    with pytest.raises(UserError, match=r"no manifest of latents and, as a list of videos, faulty: .*a\.mp4 does not"):
+        inspect_text(tmp_path / "videos.csv")
+    (tmp_path / "a.mp4").touch()
+    assert f"marey ingest {tmp_path}/videos.csv OUT.lance" in inspect_text(tmp_path / "videos.csv")
 
 
 RECEIPT = {

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from marey.core.tokens import TokenGroup, grid_positions, patchify
 from marey.evaluation import page as html_pieces
 from marey.evaluation.charts import Line, line_chart, ticks
-from marey.evaluation.demo_facts import headline, headline_without_labels, pick
+from marey.evaluation.demo_facts import headline, headline_without_labels, pick, verdict
 from marey.evaluation.demo_page import Neighbours, Picture, Story, render
+from marey.evaluation.future_page import Film, Future
 from marey.evaluation.measure import EncoderScores, Gain, ProbeResult, Score
 from marey.evaluation.neighbours import nearest_clips
 from marey.evaluation.pictures import data_uri, film, kept_patches, plate
 from marey.evaluation.seen import Seen
 
-VOID = {"meta", "img", "link", "br", "hr", "input", "line", "circle", "polyline"}
+VOID = {"source", "meta", "img", "link", "br", "hr", "input", "line", "circle", "polyline"}
 
 
 class Reader(html.parser.HTMLParser):
@@ -147,6 +148,39 @@ def test_neighbours_of_the_same_label_are_marked():
     page = render(story())
     assert page.count('class="same"') == 1
     assert "3 ✓" in page
+
+
+def a_future(prediction: float = 0.02) -> Future:
+    return Future(
+        films=[Film("data:image/gif;base64,AA", "data:image/jpeg;base64,BB", "clip <1>")],
+        errors={"prediction": prediction, "still image": 0.04, "copy last": 0.01},
+        clips=8,
+        known=4,
+        predicted=12,
+        held_out=True,
+        steps=240,
+        seconds=61.0,
+        padding=0.0,
+        metrics={"step": [1.0, 240.0], "train/loss": [1.1, 0.2]},
+    )
+
+
+def test_a_predicted_future_stands_beside_what_followed_with_its_errors():
+    page = render(story(future=a_future()))
+    reader = read(page)
+    assert all(load.startswith(("data:image/", "#")) for load in reader.loads)
+    assert reader.silent == []
+    assert "What it expects to happen next" in page
+    assert "clip &lt;1&gt;" in page
+    assert "0.50" in page
+    assert "0% of what the heavy layers saw was padding" in page
+    assert "that training never saw" in page
+    assert "What it expects" not in render(story())
+
+
+def test_the_errors_decide_what_is_said_of_a_future():
+    assert "0.50 of the error of a still image" in verdict(a_future())
+    assert "no better than a still image yet (1.25" in verdict(a_future(0.05))
 
 
 def test_the_page_knows_its_own():

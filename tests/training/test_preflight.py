@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from marey.config.compose import load_config
+from marey.config.compose import load_config, load_run
 from marey.core.errors import UserError
 from marey.training.batchplan import batch_plan
 from marey.training.launched import launched_rank
@@ -82,6 +82,20 @@ def test_every_source_of_a_mixture_must_exist(tmp_path: Path) -> None:
 def test_present_data_and_the_embedded_set_pass(tmp_path: Path) -> None:
     check_data(load_config([f"data.train={tmp_path}"]))
     check_data(load_config(["data=demo"]))
+
+
+def test_absent_latents_say_how_to_encode_some(tmp_path: Path) -> None:
+    def check(*overrides: str) -> None:
+        check_data(load_run(overrides, config_name="causal_video"))
+
+    check("data=demo")
+    with pytest.raises(UserError, match=r"data\.train=no\.csv does not exist .* `marey encode STORE OUT`"):
+        check("data.train=no.csv")
+    (tmp_path / "a.csv").touch()
+    with pytest.raises(UserError, match=r"data\.val=no\.csv does not exist"):
+        check(f"data.train={tmp_path / 'a.csv'}", "data.val=no.csv")
+    with pytest.raises(UserError, match=r"data\.sources=no\.csv does not exist"):
+        check("data.sources=[{name: a, manifest: no.csv}]")
 
 
 def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

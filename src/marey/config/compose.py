@@ -20,13 +20,16 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from marey.config.schema import EncoderConfig
+from marey.config.runs import DEFAULTS, RECIPE_GROUPS, SCHEMAS, RunConfig
+from marey.config.schema import EncoderConfig, describe
 from marey.core.errors import UserError, nearest
 
 Schema = TypeVar("Schema", bound=BaseModel)
 CONFIG_MODULE = "marey.conf"
 DEFAULT_CONFIG = "config"
-GROUPS = ("data", "recipe")
+DATA_KEYS = ("name", "train", "sources", "val")
+"""What says which latents a causal run reads, of which its recipes say nothing."""
+GROUPS = ("data", *dict.fromkeys(RECIPE_GROUPS.values()))
 
 
 def compose_container(
@@ -91,11 +94,6 @@ def validate(plain: Mapping[str, Any], schema: type[BaseModel] = EncoderConfig) 
     Raises:
         UserError: the first key that is unknown, missing or out of range, with its value and its meaning.
     """
-    if schema is EncoderConfig and plain.get("objective") == "latent_video":
-        raise UserError(
-            "objective=latent_video cannot be trained by this version, which has its data, batching and programs as a "
-            "library only; train the encoder instead (without --config-name causal_video)"
-        )
     try:
         return schema.model_validate(dict(plain))
     except ValidationError as error:
@@ -107,6 +105,35 @@ def load_config(
 ) -> EncoderConfig:
     """Compose and check in one go (see :func:`compose_container` and :func:`validate`)."""
     return validate(compose_container(overrides, config_name=config_name, config_dir=config_dir))
+
+
+def validate_run(plain: Mapping[str, Any]) -> RunConfig:
+    """Check the composed values against the schema of the objective they name.
+
+    Raises:
+        UserError: as :func:`validate`.
+    """
+    return validate(plain, SCHEMAS.get(str(plain.get("objective")), EncoderConfig))
+
+
+def load_run(
+    overrides: Sequence[str], *, config_name: str = DEFAULT_CONFIG, config_dir: Path | None = None
+) -> RunConfig:
+    """Compose and check a run of any objective."""
+    return validate_run(compose_container(overrides, config_name=config_name, config_dir=config_dir))
+
+
+def load_recipe(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The recipe that a run started from: its objective's defaults with the recipe chosen in ``overrides`` alone.
+
+    Data is not part of a recipe; where the defaults name none, the run's own stands there.
+    """
+    group = RECIPE_GROUPS[config.objective]
+    chosen = [line for line in group_overrides(overrides) if line.startswith(f"{group}=")]
+    plain = compose_container(chosen, config_name=DEFAULTS[config.objective])
+    if config.objective == "latent_video":
+        plain["data"] |= {key: value for key, value in describe(config)["data"].items() if key in DATA_KEYS}
+    return validate_run(plain)
 
 
 def group_overrides(overrides: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ Legend: n clips, T frames.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from marey.core.keys import rng
 from marey.core.progress import duration
 from marey.evaluation.demo_page import Neighbours, Picture
 from marey.evaluation.features import ClipFeatures, video_names
+from marey.evaluation.future_page import Future
 from marey.evaluation.measure import ProbeResult
 from marey.evaluation.neighbours import nearest_clips
 from marey.evaluation.pictures import frames_last
@@ -51,6 +53,15 @@ def lede(*, clips: int, steps: int, seconds: float, kept: float, videos: str) ->
         f"A small video encoder trained on {clips:,} clips drawn from {videos} in {steps:,} steps, "
         f"{duration(seconds)} on this machine. It saw {kept:.0%} of the patches of each view, and no label."
     )
+
+
+def verdict(future: Future) -> str:
+    """What the errors of predicted futures say, plainly, in a clause."""
+    error, still = future.errors["prediction"], future.errors["still image"]
+    share = error / still if still > 0 else math.inf
+    if share < 1:
+        return f"predicted futures have {share:.2f} of the error of a still image"
+    return f"predicted futures are no better than a still image yet ({share:.2f} of its error)"
 
 
 def pick(labels: Sequence[str], *, count: int, seed: int, purpose: str) -> list[int]:

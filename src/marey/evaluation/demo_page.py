@@ -8,6 +8,7 @@ from html import escape
 
 from marey.evaluation import page as html
 from marey.evaluation.charts import Line, line_chart
+from marey.evaluation.future_page import Future, future_section
 from marey.evaluation.measure import ProbeResult, Score
 from marey.evaluation.pictures import Pixels, data_uri, film, plate
 from marey.evaluation.probe import PRETRAINED
@@ -52,6 +53,7 @@ class Story:
     receipt: Mapping[str, str]
     commands: Sequence[tuple[str, str]]
     notes: Sequence[str] = field(default_factory=list)
+    future: Future | None = None
 
 
 def render(story: Story) -> str:
@@ -62,6 +64,7 @@ def render(story: Story) -> str:
         _curves(story.metrics, story.sigreg_weight),
         _probes(story.probes),
         _neighbours(story.neighbours),
+        "" if story.future is None else future_section(story.future),
         _receipt(story.receipt, story.notes),
         html.section("Do it on your own videos", body_html=html.commands(story.commands)),
     ]

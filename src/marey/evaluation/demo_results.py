@@ -18,6 +18,7 @@ from marey.evaluation.demo_facts import (
     lede,
     neighbour_sets,
     pick,
+    verdict,
 )
 from marey.evaluation.demo_page import Picture, Story, render
 from marey.evaluation.describing import batch_words, data_words, experiment, input_words, model_words
@@ -30,6 +31,7 @@ from marey.evaluation.features import (
     short_remark,
     video_names,
 )
+from marey.evaluation.future_page import Future
 from marey.evaluation.labels import labels_from_csv
 from marey.evaluation.loading import LoadedEncoder, load_encoder, random_twin
 from marey.evaluation.measure import ProbeResult, measure
@@ -72,16 +74,19 @@ def evaluate(
     shown: int,
     seed: int,
     say: Say = print,
+    future: Future | None = None,
+    notes: Sequence[str] = (),
 ) -> Results:
     """Probe the checkpoint of ``run`` beside its random twin, and gather what the page shows.
 
     train, held_out: stores. labels: what to probe; without any (then ``held_out`` may be None) neighbours alone
-    are shown. Raises UserError as reading the run and its data does.
+    are shown. future: what the second act gave. notes: more remarks for the page.
+    Raises UserError as reading the run and its data does.
     """
     metrics = read_metrics(run / "metrics.csv")
     loaded = load_encoder(checkpoint)
     encoders = {PRETRAINED: loaded.encoder, RANDOM: random_twin(loaded)}
-    notes = [loaded.info.remark()]
+    remarks = [*notes, loaded.info.remark()]
     galleries: list[Gallery] = []
     for path in (train, held_out):
         if path is None:
@@ -89,13 +94,13 @@ def evaluate(
         source = open_clips(path, loaded.preprocessing)
         clips = evaluation_clips(source, loaded.preprocessing, clips_per_episode=1)
         features = clip_features(encoders, loaded.preprocessing, clips, label=f"features of {source.name}")
-        notes += [short_remark(clips), refusal_remark(features.refused)]
+        remarks += [short_remark(clips), refusal_remark(features.refused)]
         galleries.append(_gallery(clips, features, labels, held_out=bool(galleries)))
     probes = [_probe(table, galleries, seed=seed) for table in labels]
     asked = galleries[-1]
     queries = pick(asked.captions, count=NEIGHBOUR_SETS, seed=seed, purpose="demo-queries")
     config = EncoderConfig.model_validate(loaded.info.config)
-    for note in filter(None, notes):
+    for note in filter(None, remarks):
         say(f"note: {note}")
     story = Story(
         title=_title(probes, galleries[0], metrics, config),
@@ -109,7 +114,8 @@ def evaluate(
         neighbours=neighbour_sets(asked, galleries[0], queries),
         receipt=receipt_facts(run, checkpoint, loaded),
         commands=commands,
-        notes=[note for note in notes if note],
+        notes=[note for note in remarks if note],
+        future=future,
     )
     return Results(story, probes)
 
@@ -130,6 +136,8 @@ def summary(results: Results, *, report: Path, run: Path, checkpoint: Path) -> l
             f"difference {100 * gain.value:+.1f} points [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]), "
             f"kNN {scores.knn.accuracy:.1%} ({baseline.knn.accuracy:.1%}), chance {result.chance.accuracy:.1%}"
         )
+    if results.story.future is not None:
+        lines.append(f"  future    {verdict(results.story.future)}")
     lines += [f"  page        {report.as_uri()}", f"  run         {run}", f"  checkpoint  {checkpoint}"]
     return lines + ["  next        " + command.splitlines()[0] for _, command in results.story.commands]
 

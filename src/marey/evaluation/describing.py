@@ -21,7 +21,9 @@ def _unfinished(claims: str) -> str:
     return claims if claims.startswith("that ") else f"this: {claims}"
 
 
-def batch_words(*, effective: Any, statistic: Any, norm_group: Any, world: Any, reference: dict[str, Any]) -> str:
+def batch_words(
+    *, effective: Any, statistic: Any, norm_group: Any, world: Any, reference: dict[str, Any], unit: str = "clips"
+) -> str:
     """The three batch numbers and the world size, each beside the recipe's where it differs."""
     named = (
         ("effective", effective, reference.get("effective_batch")),
@@ -35,13 +37,15 @@ def batch_words(*, effective: Any, statistic: Any, norm_group: Any, world: Any, 
     ]
     if isinstance(world, int):
         parts.append(f"world size {world}")
-    return "clips: " + ", ".join(parts) if parts else ""
+    return f"{unit}: " + ", ".join(parts) if parts else ""
 
 
 def model_words(model: dict[str, Any]) -> str:
     """The encoder's size and what it reads."""
     if not model:
         return ""
+    if "hidden" in model:
+        return _video_model_words(model)
     size = SIZES.get(str(model.get("name")))
     shape = f", width {size.width}, {size.depth} blocks, {size.heads} heads" if size else ""
     return (
@@ -51,10 +55,37 @@ def model_words(model: dict[str, Any]) -> str:
     )
 
 
+def _video_model_words(model: dict[str, Any]) -> str:
+    channels = f", {model['channels']} latent channels" if model.get("channels") else ""
+    return (
+        f"video transformer, width {model.get('hidden')}, {model.get('layers')} blocks, {model.get('heads')} heads, "
+        f"patches of {model.get('patch_t')} x {model.get('patch')} x {model.get('patch')} latent cells{channels}"
+    )
+
+
+def program_words(config: dict[str, Any]) -> str:
+    """What a causal run sees and predicts, and how its samples share a forward pass; empty for other runs."""
+    program, data = config.get("program"), config.get("data") or {}
+    if not isinstance(program, dict):
+        return ""
+    batching = data.get("batching") or {}
+    buckets = data.get("buckets") or []
+    shown = ", ".join("+".join(map(str, bucket)) for bucket in buckets[:6])
+    more = f" and {len(buckets) - 6} more" if buckets[6:] else ""
+    text = "without text" if data.get("text_conditioning") == "disabled" else "conditioned on text"
+    over = (config.get("loss") or {}).get("normalize_over")
+    return (
+        f"{program.get('name')}, {text}, given + predicted frames {shown}{more}; "
+        f"{data.get('train_batch_size')} samples per rank, mode {batching.get('mode')}, loss over the {over}"
+    )
+
+
 def input_words(preprocessing: dict[str, Any]) -> str:
     """What a clip must be before it enters."""
     if not preprocessing:
         return ""
+    if "img_size" not in preprocessing:
+        return _latent_words(preprocessing)
     side, rate, stride = (preprocessing.get(key) for key in ("img_size", "rate", "frame_stride"))
     every = "consecutive frames" if stride == 1 else f"one frame in {stride}"
     spaced = f" stored at {short(rate)}/s" if isinstance(rate, int | float) else ""
@@ -65,10 +96,25 @@ def input_words(preprocessing: dict[str, Any]) -> str:
     )
 
 
+def _latent_words(preprocessing: dict[str, Any]) -> str:
+    canvas, rate, codec, text = (preprocessing.get(key) for key in ("canvas", "rate", "codec", "text"))
+    parts = [f"latents [{preprocessing.get('layout', 'B,C,T,H,W')}] of {preprocessing.get('channels')} channels"]
+    if canvas:
+        parts.append(f"the first on a canvas of {' x '.join(map(str, canvas))}")
+    if isinstance(rate, int | float):
+        parts.append(f"{short(rate)} latent frames/s")
+    if isinstance(codec, dict):
+        parts.append(f"codec {codec.get('fingerprint') or codec.get('name') or 'not recorded'}")
+    if isinstance(text, dict):
+        parts.append(f"text through {text.get('fingerprint')}")
+    return ", ".join(parts)
+
+
 def data_words(config: dict[str, Any]) -> str:
     """What the data is called and where it was."""
     data = config.get("data") or {}
-    train = data.get("train")
+    train = data.get("train") or data.get("sources")
     if isinstance(train, list):
-        train = ", ".join(str(source.get("path")) for source in train if isinstance(source, dict))
+        sources = [source for source in train if isinstance(source, dict)]
+        train = ", ".join(str(source.get("path") or source.get("manifest")) for source in sources)
     return f"{data.get('name')}: {train}" if train else ""

@@ -1,4 +1,4 @@
-"""``marey inspect``: any store, checkpoint or run folder in plain words."""
+"""``marey inspect``: any store, manifest, checkpoint or run folder in plain words."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ def _lines(path: Path, *, show_config: bool) -> list[str]:
         _no_config(show_config, path, "a frame store")
         return store_lines(path)
     if not path.exists():
-        raise UserError(f"{path} does not exist; give a frame store, a checkpoint or a run folder")
+        raise UserError(f"{path} does not exist; give a frame store, a manifest, a checkpoint or a run folder")
     if path.is_dir():
         if (path / "receipt.json").exists():
             from marey.evaluation.inspect_run import run_lines
 
             return run_lines(path, show_config=show_config)
+        if (path / "manifest.csv").exists():
+            return _manifest_lines(path / "manifest.csv", show_config=show_config)
         return run_part_lines(path) or _folder_lines(path, show_config=show_config)
     part = run_part_lines(path)
     if part:
@@ -45,16 +47,20 @@ def _lines(path: Path, *, show_config: bool) -> list[str]:
         from marey.evaluation.inspect_run import run_lines
 
         return run_lines(path, show_config=show_config)
-    if path.suffix == ".parquet":
-        _no_config(show_config, path, "a table")
-        return _parquet_lines(path)
+    if path.suffix == ".csv":
+        from marey.evaluation.inspect_manifest import csv_columns, is_manifest
+
+        if is_manifest(csv_columns(path)):
+            return _manifest_lines(path, show_config=show_config)
+    if path.suffix in (".parquet", ".pq"):
+        return _parquet_lines(path, show_config=show_config)
     from marey.pixels.listfile import LIST_SUFFIXES
     from marey.pixels.media import VIDEO_SUFFIXES
 
     if path.suffix.lower() in VIDEO_SUFFIXES:
         raise UserError(f"{path} is a video; `{_ingest(path)}` makes a store of it")
     if path.stat().st_size == 0:
-        raise UserError(f"{path} is empty; give a frame store, a checkpoint or a run folder")
+        raise UserError(f"{path} is empty; give a frame store, a manifest, a checkpoint or a run folder")
     if path.suffix.lower() in LIST_SUFFIXES:
         _no_config(show_config, path, "a list")
         return _list_lines(path)
@@ -67,6 +73,13 @@ def _lines(path: Path, *, show_config: bool) -> list[str]:
     return checkpoint_lines(path, show_config=show_config)
 
 
+def _manifest_lines(path: Path, *, show_config: bool) -> list[str]:
+    from marey.evaluation.inspect_manifest import manifest_lines
+
+    _no_config(show_config, path, "a manifest")
+    return manifest_lines(path)
+
+
 def _no_config(asked: bool, path: Path, what: str) -> None:
     if asked:
         raise UserError(f"{path} is {what} and holds no run's configuration; leave out --config")
@@ -75,18 +88,21 @@ def _no_config(asked: bool, path: Path, what: str) -> None:
 def _folder_lines(path: Path, *, show_config: bool) -> list[str]:
     """A folder that is none of ours, but may hold some."""
     stores = sorted(path.glob("*.lance"))
+    latents = sorted(path.glob("*/manifest.csv"))
     checkpoints = sorted(path.glob("*.ckpt"))
     runs = sorted(receipt.parent for receipt in path.glob("*/receipt.json"))
     found = [
         (name, f"{len(items)}, the last {items[-1]}")
-        for name, items in (("runs", runs), ("checkpoints", checkpoints), ("stores", stores))
+        for name, items in (("runs", runs), ("checkpoints", checkpoints), ("stores", stores), ("latents", latents))
         if items
     ]
     videos = _videos_in(path)
     if videos:
         found.append(("videos", f"{videos}; `{_ingest(path)}` makes a store of them"))
     if not found:
-        raise UserError(f"{path} is a folder that holds no run, checkpoint, store or video; give one of those")
+        raise UserError(
+            f"{path} is a folder that holds no run, checkpoint, store, manifest or video; give one of those"
+        )
     _no_config(show_config, path, "a folder")
     return [f"{path}: a folder; give one of these to see more", *aligned(found)]
 
@@ -112,18 +128,24 @@ def _list_lines(path: Path) -> list[str]:
     try:
         _, how = read_list(path)
     except UserError as error:
-        raise UserError(f"{path} is a text file and, as a list of videos, faulty: {error}") from error
+        what = "a CSV, no manifest of latents" if path.suffix == ".csv" else "a text file"
+        raise UserError(f"{path} is {what} and, as a list of videos, faulty: {error}") from error
     return [f"{path}: a list of videos", *aligned([("read as", how), ("store", _ingest(path))])]
 
 
-def _parquet_lines(path: Path) -> list[str]:
+def _parquet_lines(path: Path, *, show_config: bool) -> list[str]:
     import pyarrow.parquet as pq
     from pyarrow.lib import ArrowException
+
+    from marey.evaluation.inspect_manifest import is_manifest
 
     try:
         file = pq.ParquetFile(path)
     except (ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable Parquet file ({error}); write it again") from error
+    if is_manifest(list(file.schema_arrow.names)):
+        return _manifest_lines(path, show_config=show_config)
+    _no_config(show_config, path, "a table")
     own = (file.schema_arrow.metadata or {}).get(b"marey")
     rows = [("rows", f"{file.metadata.num_rows:,}"), ("columns", ", ".join(file.schema_arrow.names))]
     if own is None:

@@ -11,9 +11,16 @@ import yaml
 
 from marey.core.errors import UserError
 from marey.evaluation.checkpoint_file import read_archive, starting_share
-from marey.evaluation.describing import batch_words, data_words, experiment, input_words, model_words
+from marey.evaluation.describing import (
+    batch_words,
+    data_words,
+    experiment,
+    input_words,
+    model_words,
+    program_words,
+)
 from marey.evaluation.wording import aligned, count, dig, size
-from marey.objectives.registry import summary_keys
+from marey.objectives import registry, video_registry
 
 
 def checkpoint_lines(path: Path, *, show_config: bool) -> list[str]:
@@ -28,6 +35,7 @@ def checkpoint_lines(path: Path, *, show_config: bool) -> list[str]:
         ("progress", _progress(about)),
         ("batch", _batch(about)),
         ("model", model_words(config.get("model") or {})),
+        ("program", program_words(config)),
         ("input", input_words(about.get("preprocessing") or {})),
         ("data", data_words(config)),
         *_weights(content, about),
@@ -50,9 +58,11 @@ _COUNTERS = (("optimizer step", "step"), ("epoch", "epoch"), ("micro-step", "mic
 
 
 def _batch(about: dict[str, Any]) -> str:
+    causal = about.get("kind") == "causal"
     return batch_words(
+        unit="samples" if causal else "clips",
         effective=about.get("effective_batch"),
-        statistic=about.get("statistic_batch"),
+        statistic=None if causal else about.get("statistic_batch"),
         norm_group=about.get("norm_group"),
         world=about.get("world_size"),
         reference=dig(about, "config", "recipe", "reference") or {},
@@ -60,7 +70,8 @@ def _batch(about: dict[str, Any]) -> str:
 
 
 def _weights(content: dict[str, Any], about: dict[str, Any]) -> list[tuple[str, str]]:
-    meanings = {**summary_keys, **(about.get("keys") or {})}
+    own = video_registry if about.get("kind") == "causal" else registry
+    meanings = {**own.summary_keys, **(about.get("keys") or {})}
     rows = []
     for key in ("state_dict", "state_dict_ema"):
         state = content.get(key)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from marey.evaluation.describing import batch_words, data_words, experiment
+from marey.evaluation.describing import batch_words, data_words, experiment, program_words
 from marey.evaluation.run_folder import read_receipt
 from marey.evaluation.wording import aligned, count, dig, short
 
@@ -24,6 +24,7 @@ def run_lines(path: Path, *, show_config: bool) -> list[str]:
         ("status", status),
         ("progress", progress_words(receipt)),
         ("batch", receipt_batch(receipt)),
+        ("program", program_words(config)),
         ("data", sources_words(receipt) or data_words(config)),
         ("last row", _last_row(folder / "metrics.csv")),
         ("differs", differences_words(receipt)),
@@ -43,9 +44,11 @@ def run_lines(path: Path, *, show_config: bool) -> list[str]:
 def receipt_batch(receipt: dict[str, Any]) -> str:
     """The three batch numbers and the world size, beside the recipe's."""
     batch = receipt.get("batch") or {}
+    causal = receipt.get("kind") == "causal"
     return batch_words(
+        unit="samples" if causal else "clips",
         effective=batch.get("effective_batch"),
-        statistic=batch.get("statistic_batch"),
+        statistic=None if causal else batch.get("statistic_batch"),
         norm_group=batch.get("norm_group"),
         world=batch.get("world_size"),
         reference=batch.get("recipe") or {},
@@ -61,7 +64,7 @@ def progress_words(receipt: dict[str, Any]) -> str:
     if isinstance(steps, int):
         parts.append(f"{steps:,}" + (f" of {total:,}" if isinstance(total, int) else "") + " optimizer steps")
     if isinstance(seen, int):
-        parts.append(f"{count(seen, 'clip')} seen")
+        parts.append(f"{count(seen, 'sample' if receipt.get('kind') == 'causal' else 'clip')} seen")
     return ", ".join(parts)
 
 
@@ -71,7 +74,7 @@ def sources_words(receipt: dict[str, Any]) -> str:
     if not isinstance(sources, list):
         return ""
     return "; ".join(
-        f"{source.get('name')} ({source.get('path')}): "
+        f"{source.get('name')} ({source.get('path') or source.get('manifest')}): "
         + ", ".join(f"{source[key]:,} {words}" for key, words in _COUNTED if source.get(key))
         for source in sources
         if isinstance(source, dict)
@@ -80,6 +83,8 @@ def sources_words(receipt: dict[str, Any]) -> str:
 
 _COUNTED = (
     ("episodes", "episodes"),
+    ("clips", "clips"),
+    ("windows", "windows"),
     ("clips_per_epoch", "clips an epoch"),
     ("dropped_short", "episodes too short and left out"),
 )
@@ -115,6 +120,9 @@ def checkpoints_words(receipt: dict[str, Any]) -> str:
     return f"{len(found)} in {folder}, the newest {Path(str(name)).name}"
 
 
+_SHOWN = ("step", "train/loss", "train/invariance", "train/sigreg", "train/embedding_rank", "padding_share")
+
+
 def _last_row(metrics: Path) -> str:
     try:
         with metrics.open(newline="", encoding="utf-8") as file:
@@ -124,7 +132,7 @@ def _last_row(metrics: Path) -> str:
     if not rows:
         return ""
     parts = []
-    for name in ("step", "train/loss", "train/invariance", "train/sigreg", "train/embedding_rank"):
+    for name in _SHOWN:
         try:
             parts.append(f"{name.removeprefix('train/')} {short(float(f'{float(rows[-1][name] or 0):.4g}'))}")
         except (KeyError, ValueError, TypeError):

@@ -76,7 +76,8 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def _choose(content: dict[str, Any], path: Path, asked: Weights | None) -> Weights:
+def choose_weights(content: dict[str, Any], path: Path, asked: Weights | None) -> Weights:
+    """``asked``, or the EMA weights where there are some. UserError for EMA asked for but absent."""
     has_ema = bool(content.get("state_dict_ema"))
     if asked == "ema" and not has_ema:
         raise UserError(f"{path} holds no EMA weights (the run had ema.enabled=false); use --weights online")
@@ -95,7 +96,7 @@ def load_encoder(
     path = Path(path)
     content = read_checkpoint(path)
     about = content["marey"]
-    chosen = _choose(content, path, weights)
+    chosen = choose_weights(content, path, weights)
     raw = content["state_dict_ema" if chosen == "ema" else "state_dict"]
     state = {key.removeprefix(PREFIX): value for key, value in raw.items() if key.startswith(PREFIX)}
     if not state:

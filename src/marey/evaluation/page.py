@@ -79,6 +79,14 @@ def image(uri: str, *, alt: str, kind: str = "") -> str:
     return f'<img class="{escape(kind, quote=True)}" src="{uri}" alt="{escape(alt, quote=True)}">'
 
 
+def animated(uri: str, *, still: str, alt: str) -> str:
+    """A picture that plays by itself; ``still`` in its place for readers who ask for less motion."""
+    return (
+        f'<picture><source media="(prefers-reduced-motion: reduce)" srcset="{still}">'
+        f'<img src="{uri}" alt="{escape(alt, quote=True)}"></picture>'
+    )
+
+
 def moving(uri: str, *, frames: int, alt: str) -> str:
     """A film strip played in place, frame by frame; still for readers who ask for less motion."""
     style = f"background-image:url({uri});background-size:{frames * 100}% 100%;--frames:{frames}"

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import nn
-
 from marey.config.schema import EncoderConfig
 from marey.training.batchplan import BatchPlan
 from marey.training.data import ClipData, validates_on_training_data
 from marey.training.ema import describe_rule
-from marey.training.loader import ignored_settings
-from marey.training.record import count_parameters
 
 
 def opening_lines(
@@ -19,15 +15,9 @@ def opening_lines(
     plan: BatchPlan,
     data: ClipData,
     *,
-    module: nn.Module,
     validates: bool,
-    saves: bool,
-    on_cpu: bool,
 ) -> Iterator[str]:
-    """Parameters, data and steps, then what is unusual about this run."""
-    counts = count_parameters(module)
-    parts = ", ".join(f"{name} {count:,}" for name, count in counts.items() if name != "total")
-    yield f"model         {config.model.name}: {counts['total']:,} parameters ({parts})"
+    """An encoder run's data and steps, then what is unusual about it."""
     for source in data.describe():
         dropped = f", {source['dropped_short']:,} too short and dropped" if source["dropped_short"] else ""
         yield (
@@ -48,18 +38,8 @@ def opening_lines(
     if plan.limited_clips:
         yield f"              trainer limits leave out {plan.limited_clips:,} more clips of each epoch"
     yield f"average       {describe_rule(config.ema)}"
-    ignored = ignored_settings(config.loader)
-    if ignored:
-        yield f"note          loader.num_workers=0: {', '.join(ignored)} have no effect"
-    if on_cpu and str(config.trainer.precision).startswith(("bf16", "16")):
-        yield (
-            f"note          trainer.precision={config.trainer.precision} is kept and is slow on a CPU; "
-            "trainer.precision=32-true is many times faster there"
-        )
     if validates and validates_on_training_data(config):
         yield (
             "warning       validation looks at the training data: its loss is no measure of generalisation "
             "(set data.val to held-out videos)"
         )
-    if not saves:
-        yield "note          checkpoints are off for this run"

@@ -39,7 +39,7 @@ def run_application(words: list[str]) -> None:
             config_name=options.config_name or compose.DEFAULT_CONFIG,
             config_dir=None if options.config_dir is None else Path(options.config_dir),
         )
-        config = compose.validate(plain)
+        config = compose.validate_run(plain)
         check(config, None if follows_run_dir else checkpoint_folder(config))
     refused: list[UserError] = []
     begun = False
@@ -58,7 +58,7 @@ def run_application(words: list[str]) -> None:
         if launched_rank() != 0:
             run_dir = Path(os.environ.get(RUN_DIR_VARIABLE, run_dir))
         try:
-            config = compose.validate(compose.to_plain(composed))
+            config = compose.validate_run(compose.to_plain(composed))
             execute(
                 config,
                 run_dir=run_dir.resolve(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+from marey.config.causal import CausalConfig
 from marey.config.schema import EncoderConfig, TrainerConfig
 from marey.core.errors import UserError
 from marey.sampling.order import micro_steps_per_epoch
@@ -26,8 +27,8 @@ class BatchPlan:
     """Clips per optimizer step."""
     statistic_batch: int
     """Clips that one SIGReg statistic sees: S."""
-    norm_group: int
-    """Clips that one BatchNorm group sees."""
+    norm_group: int | None
+    """Clips that one BatchNorm group sees; None without BatchNorm."""
     clips: int | None
     """Clips of one epoch before anything is dropped."""
     micro_steps_per_epoch: int | None
@@ -79,6 +80,45 @@ def batch_plan(config: EncoderConfig, clips: int | None, *, world_size: int | No
         statistic_batch=statistic,
         norm_group=config.projector.norm_group or batch,
         clips=clips,
+        micro_steps_per_epoch=micro_steps,
+        steps_per_epoch=steps,
+        dropped_clips=dropped,
+        limited_clips=limited,
+        total_steps=total,
+        epochs=epochs,
+    )
+
+
+def latent_plan(
+    config: CausalConfig, *, draws: int | None, dropped: int, micro_steps: int | None, world_size: int
+) -> BatchPlan:
+    """The steps of a causal run whose first epoch has ``draws`` draws in ``micro_steps`` micro-steps (None: unknown).
+
+    Raises:
+        UserError: a limit that leaves none, or validation never reached.
+    """
+    trainer, batch, accumulate = config.trainer, config.data.train_batch_size, config.accumulate_grad_batches
+    statistic = world_size * batch
+    steps = total = limited = None
+    epochs = None
+    if micro_steps is not None:
+        kept = _limited(trainer, micro_steps, accumulate=accumulate)
+        check_validation_interval(trainer, micro_steps=kept)
+        steps = kept // accumulate
+        limited = (micro_steps - kept) * statistic if trainer.overfit_batches else 0
+        total = _total_steps(trainer, steps)
+        epochs = None if total is None else total * accumulate / micro_steps
+        micro_steps = kept
+    elif trainer.max_steps >= 0:
+        total = trainer.max_steps
+    return BatchPlan(
+        world_size=world_size,
+        batch_size=batch,
+        accumulate=accumulate,
+        effective_batch=statistic * accumulate,
+        statistic_batch=statistic,
+        norm_group=None,
+        clips=draws,
         micro_steps_per_epoch=micro_steps,
         steps_per_epoch=steps,
         dropped_clips=dropped,
@@ -192,7 +232,16 @@ def validation_steps(config: EncoderConfig, clips: int, *, statistic_batch: int)
             f"the validation data gives {clips} clips and one micro-step takes {statistic_batch}; "
             "set trainer.limit_val_batches=0 or give more validation data"
         )
-    limit = config.trainer.limit_val_batches
+    return limited_validation(config.trainer, whole)
+
+
+def limited_validation(trainer: TrainerConfig, whole: int) -> int:
+    """``whole`` micro-steps of validation after ``trainer.limit_val_batches``.
+
+    Raises:
+        UserError: a limit that leaves none.
+    """
+    limit = trainer.limit_val_batches
     steps = whole if limit is None else int(whole * limit) if isinstance(limit, float) else min(whole, limit)
     if steps < 1:
         raise UserError(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from marey.config.causal import CausalConfig
+from marey.config.runs import RunConfig
 from marey.config.schema import EncoderConfig
 
 NAMES = ("effective batch", "statistic batch", "BatchNorm group")
@@ -40,8 +42,13 @@ def reference_numbers(config: EncoderConfig) -> BatchNumbers:
     return BatchNumbers(reference.effective_batch, reference.statistic_batch, reference.norm_group)
 
 
-def comparison_lines(config: EncoderConfig, *, world_size: int) -> list[str]:
-    """Three lines, one per number: what it is here, how it comes about, what the recipe's is."""
+def comparison_lines(config: RunConfig, *, world_size: int) -> list[str]:
+    """A line per number: what it is here, how it comes about, what the recipe's is.
+
+    Three for the encoder; one for a causal run, which has neither a batch statistic nor BatchNorm.
+    """
+    if isinstance(config, CausalConfig):
+        return [_sample_line(config, world_size=world_size)]
     ours, theirs = batch_numbers(config, world_size=world_size), reference_numbers(config)
     batch, accumulate = config.loader.batch_size, config.accumulate_grad_batches
     ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
@@ -56,8 +63,23 @@ def comparison_lines(config: EncoderConfig, *, world_size: int) -> list[str]:
     ]
 
 
-def restore_lines(config: EncoderConfig, *, world_size: int) -> list[str]:
+def _sample_line(config: CausalConfig, *, world_size: int) -> str:
+    batch, accumulate = config.data.train_batch_size, config.accumulate_grad_batches
+    value = world_size * batch * accumulate
+    ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
+    against = _against(value, config.recipe.reference.effective_batch, config.recipe.name)
+    return f"effective batch  {value:>6} samples  ({ranks} x {batch} samples x {accumulate} accumulated; {against})"
+
+
+def restore_lines(config: RunConfig, *, world_size: int) -> list[str]:
     """Which overrides give the recipe's numbers back on this many ranks; empty when nothing differs."""
+    if isinstance(config, CausalConfig):
+        wanted = config.recipe.reference.effective_batch
+        micro_step = world_size * config.data.train_batch_size
+        alone = _accumulation_for(wanted, micro_step)
+        if alone in (None, config.accumulate_grad_batches):
+            return []
+        return [f"accumulate_grad_batches={alone} restores the effective batch"]
     ours, theirs = batch_numbers(config, world_size=world_size), reference_numbers(config)
     if all(reference in (None, value) for value, reference in zip(ours, theirs, strict=True)):
         return []

@@ -13,14 +13,12 @@ from marey.core.progress import Progress
 from marey.training.metrics import MetricsFile
 from marey.training.watch import Watch
 
-VALIDATION_COLUMNS = ("step", "epoch", "val/loss", "val/invariance", "val/sigreg")
-
 
 class Console(pl.Callback):
     """Progress in optimizer steps, with loss, rate and time left. Rank 0 only."""
 
-    def __init__(self, *, watch: Watch, total_steps: int | None, done_steps: int) -> None:
-        self._watch = watch
+    def __init__(self, *, watch: Watch, total_steps: int | None, done_steps: int, unit: str) -> None:
+        self._watch, self._unit = watch, unit
         self._total = None if total_steps is None else total_steps - done_steps
         self._stack = ExitStack()
         self._progress: Progress | None = None
@@ -45,7 +43,7 @@ class Console(pl.Callback):
         assert report is not None
         rate = report.clips / max(report.seconds, 1e-9)
         self._progress.advance(
-            1, note=f"step {report.step}, epoch {report.epoch}, loss {report.loss:.4f}, {rate:.1f} clips/s"
+            1, note=f"step {report.step}, epoch {report.epoch}, loss {report.loss:.4f}, {rate:.1f} {self._unit}/s"
         )
 
     def on_train_end(self, _trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
@@ -58,10 +56,14 @@ class Console(pl.Callback):
 
 
 class Validation(pl.Callback):
-    """Averages the validation losses over micro-steps and ranks, and writes ``validation.csv``."""
+    """Averages the validation losses over micro-steps and ranks, and writes ``validation.csv``.
 
-    def __init__(self, path: Path, *, say: Callable[[str], None], after_step: int) -> None:
-        self._file = MetricsFile(path, VALIDATION_COLUMNS)
+    Where micro-steps have a ``weight``, what they give are sums, and the average is the sum of all over the weights
+    of all: micro-steps then may be of unequal size.
+    """
+
+    def __init__(self, path: Path, columns: tuple[str, ...], *, say: Callable[[str], None], after_step: int) -> None:
+        self._file = MetricsFile(path, columns)
         self._say, self._after_step = say, after_step
         self._sums: dict[str, Any] = {}
         self._count = 0
@@ -93,13 +95,20 @@ class Validation(pl.Callback):
         """One row."""
         if not self._count or trainer.sanity_checking:
             return
-        means = {
-            name: float(trainer.strategy.reduce(total / self._count, reduce_op="mean"))
-            for name, total in self._sums.items()
-        }
+        means = self._means(trainer)
         if trainer.is_global_zero:
             row = {f"val/{name}": value for name, value in means.items()}
             self._file.append({"step": trainer.global_step, "epoch": trainer.current_epoch, **row})
             self._say(f"validation at step {trainer.global_step}: loss {means['loss']:.4f}")
             for logger in trainer.loggers:
                 logger.log_metrics(row, step=trainer.global_step)
+
+    def _means(self, trainer: pl.Trainer) -> dict[str, float]:
+        if "weight" not in self._sums:
+            return {
+                name: float(trainer.strategy.reduce(total / self._count, reduce_op="mean"))
+                for name, total in self._sums.items()
+            }
+        whole = {name: float(trainer.strategy.reduce(total, reduce_op="sum")) for name, total in self._sums.items()}
+        weight = whole.pop("weight")
+        return {name: total / weight for name, total in whole.items()}

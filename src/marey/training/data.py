@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from marey.config.schema import EncoderConfig, SourceConfig
 from marey.core.errors import UserError
+from marey.core.tokens import ViewChunk
 from marey.pixels.dataset import ClipDataset, build_train_dataset, collate
 from marey.pixels.digits import demo_source
 from marey.pixels.episodes import EpisodeSource
 from marey.pixels.open import open_source
-from marey.sampling.order import Draw, EpochPlan
+from marey.sampling.order import Draw, EpochPlan, MicroBatchSampler, rank_positions
 from marey.training.batchplan import BatchPlan
 from marey.training.loader import MicroStepLoader
 
 DEMO = "demo:"
+PRELOADED = ("marey.pixels.dataset",)
+"""What a worker that reads clips imports."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,45 @@ def validates_on_training_data(config: EncoderConfig) -> bool:
     return any(_resolved(entry.path) in train for entry in _entries(config, config.data.val))
 
 
+class ClipSteps:
+    """Draws of clips, micro-step by micro-step; ``fixed_epoch`` repeats those of epoch 0 in every epoch."""
+
+    batch_key = "loader.micro_batch_size"
+
+    def __init__(self, data: ClipData, config: EncoderConfig, plan: BatchPlan, *, fixed_epoch: bool) -> None:
+        self._order = data.order(config, plan.statistic_batch)
+        self._data, self._world, self._fixed_epoch = data, plan.world_size, fixed_epoch
+        self._batch = config.loader.batch_size
+        self._micro_batch = config.loader.micro_batch_size or config.loader.batch_size
+        self.chunks = self._batch // self._micro_batch
+
+    def requests(self, epoch: int, micro_step: int, rank: int) -> list[list[Draw]]:
+        """The draws of one micro-step, ``loader.micro_batch_size`` at a time."""
+        return list(
+            MicroBatchSampler(
+                self._order,
+                epoch=0 if self._fixed_epoch else epoch,
+                first_micro_step=micro_step,
+                micro_steps=1,
+                batch=self._batch,
+                micro_batch=self._micro_batch,
+                world=self._world,
+                rank=rank,
+            )
+        )
+
+    def files(self, epoch: int, micro_step: int, rank: int, chunk: int) -> list[str]:
+        """The video files of one chunk."""
+        first = rank_positions(micro_step, batch=self._batch, world=self._world, rank=rank).start
+        start = first + chunk * self._micro_batch
+        draws = self._order.draws(0 if self._fixed_epoch else epoch, start, start + self._micro_batch)
+        return [self._data.file_of(draw) for draw in draws]
+
+    def assemble(self, chunks: list[ViewChunk]) -> list[ViewChunk]:
+        """A micro-step is the list of its chunks."""
+        return chunks
+
+
 def build_loader(
     data: ClipData,
     config: EncoderConfig,
@@ -113,19 +154,15 @@ def build_loader(
     fixed_epoch: bool,
     from_the_top: bool = False,
 ) -> MicroStepLoader:
-    """Micro-steps of ``data``, of rank 0 until the loader's ``rank`` is set."""
-    describe: Callable[[Draw], str] = data.file_of
+    """Micro-steps of ``data`` (``list[ViewChunk]``), of rank 0 until the loader's ``rank`` is set."""
     return MicroStepLoader(
         data.dataset,
-        data.order(config, plan.statistic_batch),
+        ClipSteps(data, config, plan, fixed_epoch=fixed_epoch),
         config=config.loader,
         micro_steps=micro_steps,
-        world=plan.world_size,
-        rank=0,
         collate=collate,
-        describe=describe,
+        preload=PRELOADED,
         pin_memory=pin_memory,
-        fixed_epoch=fixed_epoch,
         from_the_top=from_the_top,
     )
 

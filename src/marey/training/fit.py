@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +13,27 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from marey.config.schema import EncoderConfig
+from marey.config.runs import RunConfig
 from marey.core.errors import UserError
 from marey.core.keys import derive
-from marey.objectives.registry import build
-from marey.training.announce import opening_lines
 from marey.training.averaging import Averaging
-from marey.training.batchplan import BatchPlan, batch_plan, max_seconds, validation_steps
+from marey.training.batchplan import BatchPlan, max_seconds
 from marey.training.checkpoint import CheckpointWriter, check_retention
 from marey.training.console import Console, Validation
-from marey.training.data import ClipData, build_loader, open_train, open_val
+from marey.training.kinds.base import open_kind
 from marey.training.launched import launched_rank
-from marey.training.ledger import Ledger
 from marey.training.lightning_setup import (
     build_trainer,
     quiet_lightning,
     refusals_in_words,
     refuse_foreign_callbacks,
 )
-from marey.training.loader import MicroStepLoader
+from marey.training.loader import MicroStepLoader, ignored_settings
 from marey.training.loggers import build_loggers
 from marey.training.metrics import MetricsCallback, MetricsFile
 from marey.training.module import TrainingModule
 from marey.training.receipt import Ending
-from marey.training.record import Record
+from marey.training.record import Record, count_parameters
 from marey.training.refusals import clear_refusals, leave_refusal, refusal_elsewhere
 from marey.training.resume import Start, begin
 from marey.training.schedule import check_schedule
@@ -47,7 +44,7 @@ Say = Callable[[str], None]
 
 
 def fit(
-    config: EncoderConfig,
+    config: RunConfig,
     *,
     run_dir: Path,
     checkpoint_dir: Path,
@@ -95,7 +92,7 @@ class _Run:
 
     def __init__(
         self,
-        config: EncoderConfig,
+        config: RunConfig,
         *,
         run_dir: Path,
         checkpoint_dir: Path,
@@ -103,36 +100,31 @@ class _Run:
         stop: StopRequest,
         loaders: list[MicroStepLoader],
     ) -> None:
-        self.config, self.run_dir, self.checkpoint_dir = config, run_dir, checkpoint_dir
+        self.run_dir, self.checkpoint_dir = run_dir, checkpoint_dir
         self.say, self.stop, self.loaders = say, stop, loaders
         self.saves = config.trainer.enable_checkpointing is not False and not config.trainer.fast_dev_run
-        validates = config.trainer.limit_val_batches != 0 and not config.trainer.fast_dev_run
+        self.validates = config.trainer.limit_val_batches != 0 and not config.trainer.fast_dev_run
         _seed_libraries(config.seed)
-        self.data = open_train(config)
-        self.val = open_val(config) if validates else None
-        self.plan = batch_plan(config, self.data.clips)
+        self.kind = open_kind(config, validates=self.validates)
+        self.config = config = self.kind.config
+        self.plan = self.kind.plan
         _check_length(config, self.plan)
         self.module = self._module()
-        self.start, self.resumed_from = begin(config, self.module, plan=self.plan, data=self.data.describe())
+        self.start, self.resumed_from = begin(self.kind, self.module)
         self._check_something_left()
-        self.ledger = Ledger(
-            self.data.order(config, self.plan.statistic_batch),
-            sources=len(self.data.sources),
-            fixed_epoch=bool(config.trainer.overfit_batches),
-        )
+        self.ledger = self.kind.ledger()
         self.watch = Watch(
-            config,
-            self.plan,
+            self.kind,
             ledger=self.ledger,
             loader=self.loaders[0],
             stop=stop,
             max_seconds=max_seconds(config.trainer),
             run_dir=run_dir,
             say=say,
-            file_of=self.data.file,
         )
         self.metrics = MetricsCallback(
-            MetricsFile(run_dir / "metrics.csv"),
+            self.kind,
+            MetricsFile(run_dir / "metrics.csv", self.kind.columns),
             watch=self.watch,
             ledger=self.ledger,
             every=config.trainer.log_every_n_steps,
@@ -140,10 +132,7 @@ class _Run:
         )
         averaging = Averaging(config.ema, watch=self.watch) if config.ema.enabled else None
         self.record = Record(
-            config,
-            self.plan,
-            self.data,
-            self.val,
+            self.kind,
             run_dir=run_dir,
             checkpoint_dir=checkpoint_dir,
             ledger=self.ledger,
@@ -166,21 +155,15 @@ class _Run:
         trainer, start = self.trainer, self.start
         if trainer.is_global_zero:
             self.record.open(self.module, differences=differences, command=command, resumed_from=self.resumed_from)
-        for line in opening_lines(
-            self.config,
-            self.plan,
-            self.data,
-            module=self.module,
-            validates=self.val is not None,
-            saves=self.saves,
-            on_cpu=trainer.strategy.root_device.type == "cpu",
-        ):
+        self.kind.start_exposure(self.run_dir, rank=trainer.global_rank, ledger=self.ledger)
+        for line in self._opening_lines():
             self.say(line)
         if start is not None:
             self.say(f"resumes       {start.path} at step {start.step}, epoch {start.epoch}")
         self.stop.forward = getattr(trainer.strategy.launcher, "kill", None)
         with self.record.closing(), refusals_in_words():
             self._fit()
+            self.kind.before_checkpoint(self.ledger)
         ending: Ending = self.watch.ending or "finished"
         newest = self.record.newest
         where = "" if newest is None else f"; newest checkpoint {newest}"
@@ -203,11 +186,7 @@ class _Run:
             # How Lightning leaves on a KeyboardInterrupt.
             raise KeyboardInterrupt(ABORTED) from error
         except torch.OutOfMemoryError as error:
-            held = self.config.loader.micro_batch_size or self.plan.batch_size
-            raise UserError(
-                f"the device ran out of memory with {held} clips at a time; a smaller loader.micro_batch_size "
-                "(it must divide loader.batch_size) needs less and gives the same results"
-            ) from error
+            raise UserError(self.kind.out_of_memory()) from error
         except RuntimeError as error:
             # What a rank sees when another one has left.
             said = None if self.plan.world_size == 1 else refusal_elsewhere(self.run_dir)
@@ -215,33 +194,34 @@ class _Run:
                 raise
             raise AgreedRefusalError(said) from error
 
-    def _module(self) -> TrainingModule:
-        config, plan = self.config, self.plan
-        assert plan.micro_steps_per_epoch is not None
-        train_loader = self._loader(
-            self.data, plan.micro_steps_per_epoch, fixed_epoch=bool(config.trainer.overfit_batches)
-        )
-        val_loader = None
-        if self.val is not None:
-            steps = validation_steps(config, self.val.clips, statistic_batch=plan.statistic_batch)
-            val_loader = self._loader(self.val, steps, fixed_epoch=True, from_the_top=True)
-        return TrainingModule(build(config), config=config, plan=plan, train_loader=train_loader, val_loader=val_loader)
+    def _opening_lines(self) -> Iterator[str]:
+        """Parameters, data and steps, then what is unusual about this run."""
+        config = self.config
+        counts = count_parameters(self.module)
+        parts = ", ".join(f"{name} {count:,}" for name, count in counts.items() if name != "total")
+        yield f"model         {self.kind.model_name()}: {counts['total']:,} parameters ({parts})"
+        yield from self.kind.opening_lines()
+        ignored = ignored_settings(config.loader)
+        if ignored:
+            yield f"note          loader.num_workers=0: {', '.join(ignored)} have no effect"
+        on_cpu = self.trainer.strategy.root_device.type == "cpu"
+        if on_cpu and str(config.trainer.precision).startswith(("bf16", "16")):
+            yield (
+                f"note          trainer.precision={config.trainer.precision} is kept and is slow on a CPU; "
+                "trainer.precision=32-true is many times faster there"
+            )
+        if not self.saves:
+            yield "note          checkpoints are off for this run"
 
-    def _loader(
-        self, data: ClipData, micro_steps: int, *, fixed_epoch: bool, from_the_top: bool = False
-    ) -> MicroStepLoader:
+    def _module(self) -> TrainingModule:
         on_cuda = self.config.trainer.accelerator != "cpu" and torch.cuda.is_available()
-        loader = build_loader(
-            data,
-            self.config,
-            plan=self.plan,
-            micro_steps=micro_steps,
-            pin_memory=self.config.loader.pin_memory and on_cuda,
-            fixed_epoch=fixed_epoch,
-            from_the_top=from_the_top,
-        )
-        self.loaders.append(loader)
-        return loader
+        pin_memory = self.config.loader.pin_memory and on_cuda
+        self.loaders.append(self.kind.train_loader(pin_memory=pin_memory))
+        if self.validates:
+            self.loaders.append(self.kind.val_loader(pin_memory=pin_memory))
+        train_loader, val_loader = (*self.loaders, None)[:2]
+        assert train_loader is not None
+        return TrainingModule(self.kind.objective(), kind=self.kind, train_loader=train_loader, val_loader=val_loader)
 
     def _trainer(self, averaging: Averaging | None) -> pl.Trainer:
         config = self.config
@@ -250,9 +230,11 @@ class _Run:
             callbacks.append(averaging)
         callbacks.append(self.metrics)
         if config.trainer.enable_progress_bar is not False:
-            callbacks.append(Console(watch=self.watch, total_steps=self.plan.total_steps, done_steps=self.done_steps))
-        if self.val is not None:
-            callbacks.append(Validation(self.run_dir / "validation.csv", say=self.say, after_step=self.done_steps))
+            callbacks.append(self._console())
+        if self.validates:
+            columns = self.kind.validation_columns
+            path = self.run_dir / "validation.csv"
+            callbacks.append(Validation(path, columns, say=self.say, after_step=self.done_steps))
         if self.saves:
             callbacks.append(self.writer)
         trainer = build_trainer(
@@ -260,7 +242,7 @@ class _Run:
             world_size=self.plan.world_size,
             accumulate=self.plan.accumulate,
             total_steps=self.plan.total_steps,
-            validates=self.val is not None,
+            validates=self.validates,
             run_dir=self.run_dir,
             callbacks=callbacks,
             loggers=[] if config.trainer.fast_dev_run else build_loggers(config, self.run_dir),
@@ -271,6 +253,11 @@ class _Run:
                 f"{self.plan.world_size} ranks and the launcher started {trainer.world_size}; make them agree"
             )
         return trainer
+
+    def _console(self) -> Console:
+        return Console(
+            watch=self.watch, total_steps=self.plan.total_steps, done_steps=self.done_steps, unit=self.kind.unit
+        )
 
     def _restore(self, start: Start) -> None:
         """What is neither weights, optimizer nor Lightning's counts; those, Lightning restores."""
@@ -290,7 +277,7 @@ class _Run:
             )
 
 
-def _check_length(config: EncoderConfig, plan: BatchPlan) -> None:
+def _check_length(config: RunConfig, plan: BatchPlan) -> None:
     """Refuse a run without an end, or without a step."""
     trainer = config.trainer
     if trainer.max_epochs is None and trainer.max_steps == -1 and trainer.max_time is None:

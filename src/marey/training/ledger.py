@@ -32,7 +32,14 @@ class Ledger:
         return sum(self.clips)
 
     def count(
-        self, *, epoch: int, micro_steps: Sequence[int], tokens: int, replaced: Sequence[int], skipped: bool
+        self,
+        *,
+        epoch: int,
+        micro_steps: Sequence[int],
+        tokens: int,
+        replaced: Sequence[int],
+        skipped: bool,
+        numbers: Sequence[float] = (),  # noqa: ARG002  # clips are arithmetic
     ) -> int:
         """Add one optimizer step made of these micro-steps of ``epoch``; returns its pairs of clips of one episode."""
         pairs = 0

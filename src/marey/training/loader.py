@@ -14,10 +14,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset
 
-from marey.config.schema import LoaderConfig
 from marey.core.errors import UserError
-from marey.core.tokens import ViewChunk
-from marey.sampling.order import Draw, EpochPlan, MicroBatchSampler, rank_positions
 from marey.training.workers import init_worker, worker_context
 
 NAMED_FILES = 3
@@ -26,61 +23,98 @@ POLL_S = 2.0
 """Seconds between two looks at whether the workers still live, while none of them delivers."""
 
 
-class ClipMaker(Protocol):
-    """A dataset that turns a list of draws into what ``collate`` makes one chunk of."""
+class Reader(Protocol):
+    """A dataset that turns a list of requests into what ``collate`` makes one chunk of. Runs in the workers."""
 
-    def __getitems__(self, draws: Sequence[Draw], /) -> Any:
+    def __getitems__(self, requests: Sequence[Any], /) -> Any:
         """What ``collate`` takes."""
         ...
 
 
+class Steps(Protocol):
+    """What is asked of the reader, micro-step by micro-step: arithmetic alone."""
+
+    chunks: int
+    """Lists of requests that make one micro-step of one rank."""
+    batch_key: str
+    """The configuration's key for how many samples one list holds."""
+
+    def requests(self, epoch: int, micro_step: int, rank: int) -> list[list[Any]]:
+        """The ``chunks`` lists of one micro-step."""
+        ...
+
+    def files(self, epoch: int, micro_step: int, rank: int, chunk: int) -> list[str]:
+        """The files behind one list, for messages."""
+        ...
+
+    def assemble(self, chunks: list[Any]) -> Any:
+        """What the training loop gets for one micro-step."""
+        ...
+
+
+class LoaderSettings(Protocol):
+    """The part of ``loader.*`` that every kind of run has."""
+
+    @property
+    def num_workers(self) -> int:
+        """Loader processes per rank."""
+
+    @property
+    def persistent_workers(self) -> bool:
+        """Whether they outlive an epoch."""
+
+    @property
+    def prefetch_factor(self) -> int | None:
+        """Lists that each prepares ahead."""
+
+    @property
+    def timeout(self) -> int:
+        """Seconds."""
+
+
 class _Endless:
-    """Lists of ``micro_batch`` draws from one position on, epoch after epoch."""
+    """Lists of requests from one position on, epoch after epoch."""
 
     def __init__(self, loader: MicroStepLoader, epoch: int, micro_step: int) -> None:
         self._loader, self._epoch, self._first = loader, epoch, micro_step
 
-    def __iter__(self) -> Iterator[list[Draw]]:
-        first = self._first
+    def __iter__(self) -> Iterator[list[Any]]:
+        loader, first = self._loader, self._first
         for epoch in itertools.count(self._epoch):
-            yield from self._loader.draws_from(epoch, first)
+            for micro_step in range(first, loader.micro_steps):
+                yield from loader.steps.requests(epoch, micro_step, loader.rank)
             first = 0
 
 
 class MicroStepLoader:
-    """Yields ``list[ViewChunk]``: one rank's micro-step, in chunks of ``micro_batch`` clips.
+    """Yields micro-steps of one rank: what ``steps.assemble`` makes of its chunks.
 
     ``iter()`` goes on where the last one stopped, to the end of the epoch. Workers prefetch across epochs
-    (with ``persistent_workers``). ``waited`` counts the seconds spent waiting for data.
+    (with ``persistent_workers``) and are started with the modules ``preload`` imported. ``waited`` counts the
+    seconds spent waiting for data.
 
-    ``fixed_epoch`` repeats the draws of epoch 0 in every epoch; ``from_the_top`` makes every ``iter()`` start there
-    (validation: what is measured must not depend on how much was looked at before). ``describe`` names the file
-    behind a draw.
+    ``from_the_top`` makes every ``iter()`` start at the first micro-step of epoch 0 (validation: what is measured
+    must not depend on how much was looked at before).
     """
 
     def __init__(
         self,
-        dataset: ClipMaker,
-        plan: EpochPlan,
+        dataset: Reader,
+        steps: Steps,
         *,
-        config: LoaderConfig,
+        config: LoaderSettings,
         micro_steps: int,
-        world: int,
-        rank: int,
-        collate: Callable[[Any], ViewChunk],
-        describe: Callable[[Draw], str],
+        collate: Callable[[Any], Any],
+        preload: Sequence[str],
         pin_memory: bool,
-        fixed_epoch: bool = False,
         from_the_top: bool = False,
     ) -> None:
-        self.plan, self.micro_steps, self.world, self.rank = plan, micro_steps, world, rank
-        self.batch = config.batch_size
-        self.micro_batch = config.micro_batch_size or config.batch_size
+        self.steps, self.micro_steps, self.rank = steps, micro_steps, 0
         self.waited = 0.0
-        self._dataset, self._config, self._collate, self._describe = dataset, config, collate, describe
-        self._pin_memory, self._fixed_epoch, self._from_the_top = pin_memory, fixed_epoch, from_the_top
+        self._dataset, self._config, self._collate, self._preload = dataset, config, collate, tuple(preload)
+        self._pin_memory, self._from_the_top = pin_memory, from_the_top
         self._next = (0, 0)
-        self._stream: Iterator[ViewChunk] | None = None
+        self._stream: Iterator[Any] | None = None
         self._stuck = False
 
     def __len__(self) -> int:
@@ -101,39 +135,26 @@ class MicroStepLoader:
         """Go on from a saved position."""
         self.start_at(epoch=state["epoch"], micro_step=state["micro_step"])
 
-    def draws_from(self, epoch: int, first_micro_step: int) -> MicroBatchSampler:
-        """The draws of this rank from ``first_micro_step`` to the end of ``epoch``."""
-        return MicroBatchSampler(
-            self.plan,
-            epoch=0 if self._fixed_epoch else epoch,
-            first_micro_step=first_micro_step,
-            micro_steps=self.micro_steps - first_micro_step,
-            batch=self.batch,
-            micro_batch=self.micro_batch,
-            world=self.world,
-            rank=self.rank,
-        )
-
-    def __iter__(self) -> Iterator[list[ViewChunk]]:
+    def __iter__(self) -> Iterator[Any]:
         if self._from_the_top and self._next[1] != 0:
             self.start_at(epoch=0, micro_step=0)
         if self._stream is None:
             self._stream = self._open()
         return self._epoch()
 
-    def _epoch(self) -> Iterator[list[ViewChunk]]:
+    def _epoch(self) -> Iterator[Any]:
         epoch, first = self._next
         for micro_step in range(first, self.micro_steps):
             started = time.perf_counter()
-            chunks = [self._take(micro_step, chunk) for chunk in range(self.batch // self.micro_batch)]
+            chunks = [self._take(micro_step, chunk) for chunk in range(self.steps.chunks)]
             self.waited += time.perf_counter() - started
             last = micro_step + 1 == self.micro_steps
             self._next = (epoch + 1, 0) if last else (epoch, micro_step + 1)
             if last and not self._config.persistent_workers:
                 self.close()
-            yield chunks
+            yield self.steps.assemble(chunks)
 
-    def _open(self) -> Iterator[ViewChunk]:
+    def _open(self) -> Iterator[Any]:
         config, epoch = self._config, self._next
         workers = config.num_workers
         loader: DataLoader[Any] = DataLoader(
@@ -144,14 +165,14 @@ class MicroStepLoader:
             prefetch_factor=config.prefetch_factor if workers else None,
             timeout=POLL_S if workers else 0,
             pin_memory=self._pin_memory,
-            multiprocessing_context=worker_context() if workers else None,
+            multiprocessing_context=worker_context(self._preload) if workers else None,
             worker_init_fn=init_worker if workers else None,
         )
         # Workers ignore SIGTERM, which is how multiprocessing ends what is left at exit: end them before that.
         atexit.register(self.close)
         return iter(loader)
 
-    def _take(self, micro_step: int, chunk: int) -> ViewChunk:
+    def _take(self, micro_step: int, chunk: int) -> Any:
         assert self._stream is not None
         started = time.monotonic()
         while True:
@@ -165,7 +186,7 @@ class MicroStepLoader:
                     raise UserError(
                         f"a loader worker died while reading {self._reading(micro_step, chunk)} "
                         f"({text.splitlines()[0]}); most often memory ran out: lower loader.num_workers, "
-                        "loader.prefetch_factor or loader.micro_batch_size"
+                        f"loader.prefetch_factor or {self.steps.batch_key}"
                     ) from error
                 if "timed out after" not in text:
                     raise
@@ -180,11 +201,7 @@ class MicroStepLoader:
                     ) from error
 
     def _reading(self, micro_step: int, chunk: int) -> str:
-        epoch = 0 if self._fixed_epoch else self._next[0]
-        first = rank_positions(micro_step, batch=self.batch, world=self.world, rank=self.rank).start
-        start = first + chunk * self.micro_batch
-        draws = self.plan.draws(epoch, start, start + self.micro_batch)
-        files = list(dict.fromkeys(self._describe(draw) for draw in draws))
+        files = list(dict.fromkeys(self.steps.files(self._next[0], micro_step, self.rank, chunk)))
         more = f" and {len(files) - NAMED_FILES} more" if len(files) > NAMED_FILES else ""
         return ", ".join(files[:NAMED_FILES]) + more
 
@@ -207,7 +224,7 @@ class MicroStepLoader:
                 worker.kill()
 
 
-def ignored_settings(config: LoaderConfig) -> list[str]:
+def ignored_settings(config: LoaderSettings) -> list[str]:
     """Loader settings that have no meaning without workers, by key; empty when there are workers."""
     if config.num_workers:
         return []
@@ -222,7 +239,7 @@ def ignored_settings(config: LoaderConfig) -> list[str]:
     ]
 
 
-def _as_dataset(maker: ClipMaker) -> Dataset[Any]:
+def _as_dataset(maker: Reader) -> Dataset[Any]:
     return maker  # type: ignore[return-value]  # torch only calls __getitems__
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from marey.config.schema import EncoderConfig
+from marey.config.runs import RunConfig
 from marey.core.errors import UserError
 
 
-def build_loggers(config: EncoderConfig, run_dir: Path) -> list[Logger]:
+def build_loggers(config: RunConfig, run_dir: Path) -> list[Logger]:
     """The loggers of a run; none with ``trainer.logger=false``.
 
     Raises:

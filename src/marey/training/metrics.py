@@ -17,8 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from marey.core.files import write_text
-from marey.objectives.collapse import embedding_std, rankme
-from marey.training.ledger import Ledger
+from marey.training.kinds.base import Consumed, Kind
 from marey.training.watch import StepReport, Watch
 
 COLUMNS = (
@@ -41,7 +40,7 @@ COLUMNS = (
     "skipped_steps",
     "clips_seen",
 )
-TIME_COLUMNS = ("wall_seconds", "clips_per_second", "tokens_per_second", "data_wait_seconds")
+TIME_COLUMNS = ("wall_seconds", "clips_per_second", "samples_per_second", "tokens_per_second", "data_wait_seconds")
 """What differs between two runs of the same experiment."""
 
 
@@ -82,6 +81,7 @@ class _Sums:
         self.steps = self.good_steps = self.clips = self.tokens = self.pairs = self.skipped = 0
         self.loss = self.seconds = self.wait = 0.0
         self.parts: dict[str, float] = {}
+        self.numbers: list[float] = []
 
     def add(self, report: StepReport) -> None:
         self.steps += 1
@@ -91,6 +91,7 @@ class _Sums:
         self.seconds += report.seconds
         self.wait += report.wait_seconds
         self.skipped += report.skipped
+        self.numbers = [a + b for a, b in zip(self.numbers or [0.0] * len(report.numbers), report.numbers, strict=True)]
         if not report.skipped:  # one value that is not finite would hide the rest of the interval
             self.good_steps += 1
             self.loss += report.loss
@@ -101,8 +102,10 @@ class _Sums:
 class MetricsCallback(pl.Callback):
     """Writes rows, and hands them to the loggers."""
 
-    def __init__(self, file: MetricsFile, *, watch: Watch, ledger: Ledger, every: int, after_step: int) -> None:
-        self._file, self._watch, self._ledger, self._every = file, watch, ledger, every
+    def __init__(
+        self, kind: Kind, file: MetricsFile, *, watch: Watch, ledger: Consumed, every: int, after_step: int
+    ) -> None:
+        self._kind, self._file, self._watch, self._ledger, self._every = kind, file, watch, ledger, every
         self._after_step = after_step
         self._sums = _Sums()
         self.last_row: dict[str, Any] = {}
@@ -140,28 +143,23 @@ class MetricsCallback(pl.Callback):
             self._sums = _Sums()
 
     def _row(self, report: StepReport) -> dict[str, Any]:
-        sums, output = self._sums, report.last.output
+        sums = self._sums
         good = sums.good_steps
         seconds = max(sums.seconds, 1e-9)
-        embeddings, features = output.embeddings, output.features
+        unit = self._kind.unit
         return {
             "step": report.step,
             "epoch": report.epoch,
             "wall_seconds": round(self._watch.trained_seconds, 3),
             "train/loss": sums.loss / good if good else math.nan,
             **{f"train/{name}": value / good for name, value in sums.parts.items()},
-            "train/embedding_rank": None if embeddings is None else float(rankme(embeddings)),
-            "train/embedding_std": None if embeddings is None else float(embedding_std(embeddings)),
-            "train/feature_rank": None if features is None else float(rankme(features)),
-            "train/feature_std": None if features is None else float(embedding_std(features)),
             "lr": report.lr,
-            "clips_per_second": round(sums.clips / seconds, 3),
+            f"{unit}_per_second": round(sums.clips / seconds, 3),
             "tokens_per_second": round(sums.tokens / seconds, 1),
-            "padding_share": 0.0,  # the encoder's sequences are grouped by length: nothing is padded
             "data_wait_seconds": round(sums.wait, 4),
-            "same_episode_pairs": sums.pairs,
             "skipped_steps": sums.skipped,
-            "clips_seen": self._ledger.clips_seen,
+            f"{unit}_seen": self._ledger.clips_seen,
+            **self._kind.row(report.last, vars(sums)),
         }
 
     def interval(self) -> dict[str, Any]:
@@ -173,3 +171,4 @@ class MetricsCallback(pl.Callback):
         self._sums = _Sums()
         vars(self._sums).update(interval)
         self._sums.parts = dict(self._sums.parts)
+        self._sums.numbers = list(self._sums.numbers)

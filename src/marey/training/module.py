@@ -2,59 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from marey.config.schema import EncoderConfig
-from marey.core.tokens import TokenGroup, ViewChunk
-from marey.objectives.base import StepOutput
-from marey.training.batchplan import BatchPlan
+from marey.training.kinds.base import Kind, MicroStepRecord
 from marey.training.loader import MicroStepLoader
 from marey.training.optimizer import build_adamw
 from marey.training.schedule import lr_at, weight_decay_at
 
 
-class MicroStepRecord(NamedTuple):
-    """What one micro-step of this rank leaves for metrics, receipt and the watch over non-finite values.
-
-    micro_step: within the epoch. clips: int64 ``[B, 5]``, replaced: int64 ``[n, 3]``, reasons: n sentences, as in
-    ``ViewChunk``.
-    """
-
-    micro_step: int
-    output: StepOutput
-    clips: Tensor
-    replaced: Tensor
-    reasons: list[str]
-
-
 class TrainingModule(pl.LightningModule):
     """Trains ``objective``. Holds no randomness: every draw has the key of a clip or of a micro-step.
 
-    The objective's children become this module's own, so that ``state_dict`` has ``encoder.*`` and ``projector.*``
-    and no wrapper's prefix.
+    The objective's children and buffers become this module's own, so that ``state_dict`` has the objective's names
+    (``encoder.*`` and ``projector.*``, or ``model.*``) and no wrapper's prefix.
     """
 
     def __init__(
         self,
         objective: nn.Module,
         *,
-        config: EncoderConfig,
-        plan: BatchPlan,
+        kind: Kind,
         train_loader: MicroStepLoader,
         val_loader: MicroStepLoader | None = None,
     ) -> None:
         super().__init__()
         for name, child in objective.named_children():
             self.add_module(name, child)
+        for name, buffer in objective.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
         # Kept out of the registry of submodules: registering it would list every weight twice.
         object.__setattr__(self, "objective", objective)
         self.objective: nn.Module
-        self.config = config
-        self.plan = plan
+        self.kind = kind
+        self.config, self.plan = kind.config, kind.plan
         self._window: list[MicroStepRecord] = []
         self._configured: list[dict[str, Any]] = []
         self._loaders = (train_loader, val_loader)
@@ -75,31 +59,24 @@ class TrainingModule(pl.LightningModule):
         # The loaders are made before there is a Trainer, which alone knows the rank for certain.
         return self.global_rank if self._trainer is not None else 0
 
-    def training_step(self, batch: list[ViewChunk], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss of one micro-step; ``take_window`` gives what else came out of it."""
         self._check_position(batch, batch_idx)
         assert self.plan.micro_steps_per_epoch is not None
         micro_step = self.current_epoch * self.plan.micro_steps_per_epoch + batch_idx
         output = self._forward(batch, micro_step=micro_step)
         self._window.append(
-            MicroStepRecord(
-                micro_step=batch_idx,
-                output=output._replace(loss=output.loss.detach()),
-                clips=torch.cat([chunk.clips for chunk in batch]),
-                replaced=torch.cat([chunk.replaced for chunk in batch]),
-                reasons=[reason for chunk in batch for reason in chunk.reasons],
-            )
+            self.kind.record(batch, output, epoch=self.current_epoch, micro_step=batch_idx, rank=self.global_rank)
         )
-        return output.loss
+        loss: Tensor = output.loss
+        return loss
 
-    def validation_step(self, batch: list[ViewChunk], batch_idx: int) -> dict[str, Tensor]:
-        """The training loss and its parts on validation clips, all tokens, views of epoch 0 whatever the epoch."""
-        output = self._forward(batch, micro_step=batch_idx)
-        return {"loss": output.loss, **output.parts}
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """The losses of one validation micro-step, the same whatever the epoch."""
+        return self.kind.validate(self.objective, batch, micro_step=batch_idx, rank=self.global_rank)
 
-    def _forward(self, batch: list[ViewChunk], *, micro_step: int) -> StepOutput:
-        output: StepOutput = self.objective.forward_train_batch(batch, micro_step=micro_step)  # type: ignore[operator]
-        return output
+    def _forward(self, batch: Any, *, micro_step: int) -> Any:
+        return self.objective.forward_train_batch(self.kind.payload(batch), micro_step=micro_step)  # type: ignore[operator]
 
     def take_window(self) -> list[MicroStepRecord]:
         """The micro-steps since the last call: those that one optimizer step is made of."""
@@ -155,31 +132,17 @@ class TrainingModule(pl.LightningModule):
             end_lr=config.scheduler.end_lr,
             total_steps=self.plan.total_steps,
         )
-        return rate / peak
+        return float(rate / peak)
 
     def transfer_batch_to_device(
         self,
-        batch: list[ViewChunk],
+        batch: Any,
         device: torch.device,
         dataloader_idx: int,  # noqa: ARG002  # Lightning's signature
-    ) -> list[ViewChunk]:
-        """Patches and positions go to the device; identities stay on the CPU, where they are read."""
+    ) -> Any:
+        """What the model computes with goes to the device; identities stay on the CPU, where they are read."""
+        return self.kind.move(batch, device, next(self.parameters()).dtype)
 
-        def moved(group: TokenGroup) -> TokenGroup:
-            return TokenGroup(*(tensor.to(device, non_blocking=True) for tensor in group))
-
-        return [
-            chunk._replace(views_global=moved(chunk.views_global), views_local=moved(chunk.views_local))
-            for chunk in batch
-        ]
-
-    def _check_position(self, batch: list[ViewChunk], batch_idx: int) -> None:
+    def _check_position(self, batch: Any, batch_idx: int) -> None:
         """The loop's count and the loader's must be one, or a resumed run would quietly see other data."""
-        epoch = 0 if self.config.trainer.overfit_batches else self.current_epoch
-        first = batch_idx * self.plan.statistic_batch + self.global_rank * self.plan.batch_size
-        found = batch[0].clips[0, 3:].tolist()
-        if found != [epoch, first]:
-            raise RuntimeError(
-                f"the loop is at epoch {epoch}, position {first} and the loader delivered epoch {found[0]}, "
-                f"position {found[1]}"
-            )
+        self.kind.check_position(batch, epoch=self.current_epoch, micro_step=batch_idx, rank=self.global_rank)

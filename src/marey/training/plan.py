@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from marey.config import compose
+from marey.config.causal import CausalConfig
+from marey.config.runs import RunConfig
 from marey.config.schema import EncoderConfig, SourceConfig
 from marey.core.errors import UserError
 from marey.training.batchplan import BatchPlan, batch_plan
@@ -45,17 +47,22 @@ class SourceCount(NamedTuple):
         return self.episodes * self.clips_per_video
 
 
-def plan_text(overrides: Sequence[str], *, config_name: str = compose.DEFAULT_CONFIG) -> str:
+def plan_text(
+    overrides: Sequence[str], *, config_name: str = compose.DEFAULT_CONFIG, config_dir: Path | None = None
+) -> str:
     """The plan of ``marey train`` with these overrides, in lines for people.
 
     Raises:
         UserError: the overrides do not compose, or the data cannot fill one optimizer step.
     """
-    config = compose.load_config(overrides, config_name=config_name)
-    sources, data_lines = count_sources(config)
-    clips = sum(source.clips for source in sources) if sources else None
-    plan = batch_plan(config, clips)
-    cost = step_cost(config)
+    config = compose.load_run(overrides, config_name=config_name, config_dir=config_dir)
+    if isinstance(config, CausalConfig):
+        from marey.training.latent_plan import latent_lines
+
+        plan, body = latent_lines(config)
+        data_lines: list[str] = []
+    else:
+        plan, data_lines, body = _encoder_lines(config)
     lines = [
         f"recipe           {config.recipe.name}: {config.recipe.source}",
         f"  may claim      {config.recipe.claims}",
@@ -65,15 +72,25 @@ def plan_text(overrides: Sequence[str], *, config_name: str = compose.DEFAULT_CO
         *comparison_lines(config, world_size=plan.world_size),
         *(f"  to restore     {line}" for line in restore_lines(config, world_size=plan.world_size)),
         "",
-        *_step_lines(config, plan),
-        *_exposure_lines(sources, plan),
-        "",
-        *_cost_lines(config, plan, cost),
+        *body,
         "",
         _machine_line(config),
         *_difference_lines(config, list(overrides)),
     ]
     return "\n".join(lines)
+
+
+def _encoder_lines(config: EncoderConfig) -> tuple[BatchPlan, list[str], list[str]]:
+    sources, data_lines = count_sources(config)
+    clips = sum(source.clips for source in sources) if sources else None
+    plan = batch_plan(config, clips)
+    body = [
+        *_step_lines(config, plan),
+        *_exposure_lines(sources, plan),
+        "",
+        *_cost_lines(config, plan, step_cost(config)),
+    ]
+    return plan, data_lines, body
 
 
 def count_sources(config: EncoderConfig) -> tuple[list[SourceCount], list[str]]:
@@ -202,7 +219,7 @@ def _cost_lines(config: EncoderConfig, plan: BatchPlan, cost: StepCost) -> list[
     return lines
 
 
-def _machine_line(config: EncoderConfig) -> str:
+def _machine_line(config: RunConfig) -> str:
     try:
         check_hardware(config.trainer, machine=DeviceFiles())
     except UserError as error:
@@ -210,7 +227,7 @@ def _machine_line(config: EncoderConfig) -> str:
     return "this machine     can run it as asked"
 
 
-def _difference_lines(config: EncoderConfig, overrides: list[str]) -> list[str]:
+def _difference_lines(config: RunConfig, overrides: list[str]) -> list[str]:
     found = recipe_differences(config, overrides)
     if not found:
         return [f"differs          nothing differs from the recipe {config.recipe.name}"]

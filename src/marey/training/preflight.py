@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from marey.config.schema import EncoderConfig, SourceConfig, TrainerConfig
+from marey.config.causal import CausalConfig
+from marey.config.runs import RunConfig
+from marey.config.schema import SourceConfig, TrainerConfig
 from marey.core.errors import UserError
 
 ONE_PROCESS = "trainer.devices=1 trainer.num_nodes=1 trainer.strategy=auto"
@@ -76,12 +78,15 @@ def _check_count(trainer: TrainerConfig, count: int, here: Machine) -> None:
         )
 
 
-def check_data(config: EncoderConfig) -> None:
+def check_data(config: RunConfig) -> None:
     """Refuse a training path that does not exist, saying how to build one.
 
     Raises:
         UserError: naming the path.
     """
+    if isinstance(config, CausalConfig):
+        _check_latents(config)
+        return
     for path in source_paths(config.data.train):
         if path.startswith("demo:") or any(mark in path for mark in "*?["):
             continue
@@ -92,6 +97,21 @@ def check_data(config: EncoderConfig) -> None:
                 f"`marey ingest FOLDER_OF_VIDEOS {building}`, point data.train at a store or a folder of videos, "
                 f"or try the small embedded set with data=demo"
             )
+
+
+def _check_latents(config: CausalConfig) -> None:
+    from marey.training.latents import named_paths
+
+    for key, paths in named_paths(config.data).items():
+        for path in paths:
+            if path.startswith("demo:") or any(mark in path for mark in "*?["):
+                continue
+            if not Path(path).expanduser().exists():
+                raise UserError(
+                    f"{key}={path} does not exist (looked in {Path.cwd()}); encode frames with `marey encode STORE "
+                    f"OUT` and give OUT/manifest.csv, point {key} at a manifest or a frame store, or try the small "
+                    "embedded set with data=demo"
+                )
 
 
 def source_paths(train: str | list[SourceConfig]) -> Iterator[str]:

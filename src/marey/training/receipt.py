@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from marey import __version__
 from marey.config.schema import EncoderConfig, describe
 from marey.core.files import write_json
-from marey.training.batchplan import BatchPlan
 from marey.training.ema import describe_rule
+
+if TYPE_CHECKING:
+    from marey.training.kinds.base import Kind
 
 FORMAT = 1
 Ending = Literal["finished", "stopped on request", "time limit reached"]
@@ -48,23 +50,22 @@ class Receipt:
 
 
 def open_receipt(
-    config: EncoderConfig,
+    kind: Kind,
     *,
     run_dir: Path,
     checkpoint_dir: Path,
-    plan: BatchPlan,
     differences: Sequence[str],
     command: Sequence[str],
-    data: dict[str, Any],
     parameters: dict[str, int],
     checkpoint_keys: dict[str, str],
     resumed_from: dict[str, Any] | None,
 ) -> Receipt:
     """What is known when training starts. The order of the keys is the order in which a person wants to read them."""
+    config = kind.config
     recipe = config.recipe
     content: dict[str, Any] = {
         "format": FORMAT,
-        "kind": "encoder",
+        "kind": kind.name,
         "run_id": f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}",
         "status": "running",
         "how_it_ended": "",
@@ -85,29 +86,12 @@ def open_receipt(
             "claims": recipe.claims,
         },
         "differences_from_recipe": list(differences),
-        "differences_from_published_code": published_differences(config),
-        "batch": {
-            "world_size": plan.world_size,
-            "batch_size": plan.batch_size,
-            "micro_batch_size": config.loader.micro_batch_size or plan.batch_size,
-            "accumulate": plan.accumulate,
-            "effective_batch": plan.effective_batch,
-            "statistic_batch": plan.statistic_batch,
-            "norm_group": plan.norm_group,
-            "recipe": recipe.reference.model_dump(),
-        },
-        "steps": {
-            "clips_per_epoch": plan.clips,
-            "micro_steps_per_epoch": plan.micro_steps_per_epoch,
-            "steps_per_epoch": plan.steps_per_epoch,
-            "dropped_clips_per_epoch": plan.dropped_clips,
-            "limited_clips_per_epoch": plan.limited_clips,
-            "total_steps": plan.total_steps,
-            "epochs": plan.epochs,
-        },
+        "differences_from_published_code": kind.published_differences(),
+        "batch": kind.describe_batch(),
+        "steps": kind.describe_steps(),
         "seed": config.seed,
         "precision": str(config.trainer.precision or "32-true"),
-        "data": data,
+        "data": kind.describe_data(),
         "parameters": parameters,
         "ema": {**config.ema.model_dump(mode="json"), "rule": describe_rule(config.ema), "updates": 0},
         "consumed": {},

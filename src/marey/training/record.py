@@ -11,15 +11,10 @@ import lightning.pytorch as pl
 from torch import nn
 
 from marey import __version__
-from marey.config.schema import EncoderConfig, describe
+from marey.config.schema import describe
 from marey.core.errors import UserError
-from marey.core.pixelstats import IMAGENET_MEAN, IMAGENET_STD
-from marey.objectives.registry import summary_keys
 from marey.training.averaging import Averaging
-from marey.training.batchplan import BatchPlan
-from marey.training.data import ClipData, validates_on_training_data
-from marey.training.exposure import per_source, write_exposure
-from marey.training.ledger import Ledger
+from marey.training.kinds.base import Consumed, Kind
 from marey.training.metrics import MetricsCallback
 from marey.training.receipt import Receipt, Status, now, open_receipt
 from marey.training.signals import ABORTED
@@ -31,14 +26,11 @@ class Record:
 
     def __init__(
         self,
-        config: EncoderConfig,
-        plan: BatchPlan,
-        data: ClipData,
-        val: ClipData | None,
+        kind: Kind,
         *,
         run_dir: Path,
         checkpoint_dir: Path,
-        ledger: Ledger,
+        ledger: Consumed,
         watch: Watch,
         metrics: MetricsCallback,
         averaging: Averaging | None,
@@ -48,7 +40,7 @@ class Record:
         """The checkpoint written last."""
         self.saved: list[str] = []
         """Names of the checkpoints that this run wrote and kept."""
-        self._config, self._plan, self._data, self._val = config, plan, data, val
+        self._kind, self._config, self._plan = kind, kind.config, kind.plan
         self._run_dir, self._checkpoint_dir = run_dir, checkpoint_dir
         self._ledger, self._watch, self._metrics, self._averaging = ledger, watch, metrics, averaging
 
@@ -61,20 +53,12 @@ class Record:
         resumed_from: dict[str, Any] | None,
     ) -> None:
         """Write the receipt of a run that starts."""
-        config = self._config
         self.receipt = open_receipt(
-            config,
+            self._kind,
             run_dir=self._run_dir,
             checkpoint_dir=self._checkpoint_dir,
-            plan=self._plan,
             differences=differences,
             command=command,
-            data={
-                "name": config.data.name,
-                "train": self._data.describe(),
-                "val": None if self._val is None else self._val.describe(),
-                "val_is_train": None if self._val is None else validates_on_training_data(config),
-            },
             parameters=count_parameters(module),
             checkpoint_keys=self._keys(),
             resumed_from=resumed_from,
@@ -86,16 +70,17 @@ class Record:
         """Add to a checkpoint what is this program's own. Plain values and tensors only."""
         config, plan = self._config, self._plan
         ema = self._averaging.ema if self._averaging is not None else None
+        self._kind.before_checkpoint(self._ledger)
         if ema is not None:
             checkpoint[config.ema.save_key] = ema.state_dict()
         self._refresh()
         checkpoint["marey"] = {
             "format": 1,
-            "kind": "encoder",
+            "kind": self._kind.name,
             "version": __version__,
             "config": describe(config),
             "receipt": self.receipt.content if self.receipt is not None else {},
-            "preprocessing": self._preprocessing(),
+            "preprocessing": self._kind.preprocessing(),
             "step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "micro_step": trainer.fit_loop.epoch_loop.batch_idx + 1,
@@ -126,7 +111,7 @@ class Record:
         entries.append({"path": str(path), "step": step, "epoch": epoch, "bytes": size, "written": now()})
         self._refresh()
         self.receipt.write()
-        write_exposure(self._run_dir, step=step, sources=self._per_source())
+        self._kind.after_checkpoint(self._run_dir, self._ledger, step=step)
 
     @contextmanager
     def closing(self) -> Iterator[None]:
@@ -152,47 +137,15 @@ class Record:
     def _refresh(self) -> None:
         if self.receipt is None:
             return
-        ledger, per_epoch = self._ledger, self._plan.micro_steps_per_epoch
-        assert per_epoch is not None
-        self.receipt.content["consumed"] = {
-            "optimizer_steps": ledger.optimizer_steps,
-            "micro_steps": ledger.micro_steps,
-            "epochs": ledger.micro_steps / per_epoch,
-            "clips": ledger.clips_seen,
-            "tokens": ledger.tokens,
-            "same_episode_pairs": ledger.same_episode_pairs,
-            "skipped_steps": ledger.skipped_steps,
-            "per_source": self._per_source(),
-        }
+        self.receipt.content["consumed"] = self._kind.describe_consumed(self._ledger)
         if self._averaging is not None and self._averaging.ema is not None:
             self.receipt.content["ema"]["updates"] = self._averaging.ema.updates
 
-    def _per_source(self) -> list[dict[str, Any]]:
-        names = [source.name for source in self._data.sources]
-        return per_source(self._ledger, names=names, frames_per_clip=self._config.model.num_frames)
-
     def _keys(self) -> dict[str, str]:
         ema = self._config.ema
-        average = {ema.save_key: summary_keys["state_dict_ema"]} if ema.enabled else {}
-        return {"state_dict": summary_keys["state_dict"], **average}
-
-    def _preprocessing(self) -> dict[str, Any]:
-        model = self._config.model
-        rates = {source.rate for source in self._data.sources}
-        return {
-            "format": 1,
-            "mean": list(IMAGENET_MEAN),
-            "std": list(IMAGENET_STD),
-            "layout": "B,C,T,H,W",
-            "num_frames": model.num_frames,
-            "frame_stride": self._config.frame_stride,
-            "rate": rates.pop() if len(rates) == 1 else None,
-            "img_size": model.img_size,
-            "patch_size": model.patch_size,
-            "tubelet_size": model.tubelet_size,
-            "resize": "short side to img_size, bicubic, antialias",
-            "crop": "centre",
-        }
+        said = self._kind.summary_keys
+        average = {ema.save_key: said["state_dict_ema"]} if ema.enabled else {}
+        return {"state_dict": said["state_dict"], **average}
 
 
 def count_parameters(module: nn.Module) -> dict[str, int]:

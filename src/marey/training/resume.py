@@ -11,20 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from marey.config.schema import EncoderConfig, describe
+from marey.config.schema import describe
 from marey.core.errors import UserError
-from marey.training.batchplan import BatchPlan
 from marey.training.changes import changed_keys, check_names, covers
 from marey.training.ema import average_key
+from marey.training.kinds.base import Kind
 
-# Changing these changes how a run is carried out or watched, not what it computes.
+# Changing these changes how a run is carried out or watched, not what it computes; each kind of run adds its own.
 HARMLESS = (
     "checkpoint",
     "data.name",
-    "data.num_episodes",
     "data.val",
-    "loader.micro_batch_size",
-    "loader.normalize_on_gpu",
     "loader.num_workers",
     "loader.persistent_workers",
     "loader.pin_memory",
@@ -54,26 +51,6 @@ HARMLESS = (
     "trainer.profiler",
     "trainer.val_check_interval",
     "wandb",
-)
-
-# Shapes do not show a change of these, and other weights would be needed after it.
-MEANING = (
-    "frame_stride",
-    "model.attn_mode",
-    "model.name",
-    "model.patch_size",
-    "model.rope_layout",
-    "model.tubelet_size",
-    "model.use_rope",
-)
-
-# How ranks share one experiment's batches; harmless while the batches themselves stay what they were.
-PARTITION = (
-    "loader.batch_size",
-    "projector.norm_group",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "trainer.strategy",
 )
 
 
@@ -134,48 +111,50 @@ def _load(module: nn.Module, state: Mapping[str, Any], *, path: Path) -> None:
     except RuntimeError as error:
         detail = str(error).strip().splitlines()[-1].strip()
         raise UserError(
-            f"the weights in {path} do not fit this model ({detail}); use the model.* and projector.* settings "
+            f"the weights in {path} do not fit this model ({detail}); use the model's settings "
             "that `marey inspect` shows for it"
         ) from error
 
 
 def check_same_meaning(
-    old: Mapping[str, Any], config: EncoderConfig, *, path: Path, allow: Sequence[str]
+    old: Mapping[str, Any], kind: Kind, *, path: Path, allow: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """Refuse weights that fit by shape and were trained to mean something else.
 
-    Returns the accepted changes, and the model's other ones that weights do not depend on (clip length, resolution,
-    token dropping), both for the receipt.
+    Returns the accepted changes, and the other ones of the model's settings, which weights do not depend on (clip
+    length, resolution, token dropping), both for the receipt.
 
     Raises:
         UserError: listing every change that is not accepted.
     """
     changes = [
         (key, f"{key}: {before} -> {after}")
-        for key, before, after in changed_keys(old, describe(config))
-        if key == "frame_stride" or key.startswith("model.")
+        for key, before, after in changed_keys(old, describe(kind.config))
+        if covers(kind.model_keys, key)
     ]
-    refused = [(key, line) for key, line in changes if key in MEANING and not covers(allow, key)]
+    refused = [(key, line) for key, line in changes if key in kind.meaning and not covers(allow, key)]
     if refused:
         raise UserError(
             f"the weights in {path} were trained for another model of the same shapes: "
             f"{'; '.join(line for _, line in refused)}; set these keys back, or accept the change with "
             f"'resume.allow_changes=[{','.join(key for key, _ in refused)}]'"
         )
-    return [line for key, line in changes if key in MEANING], [line for key, line in changes if key not in MEANING]
+    accepted = [line for key, line in changes if key in kind.meaning]
+    return accepted, [line for key, line in changes if key not in kind.meaning]
 
 
-def impossible(about: Mapping[str, Any], config: EncoderConfig, *, plan: BatchPlan) -> str | None:
+def impossible(about: Mapping[str, Any], kind: Kind) -> str | None:
     """Why the state of a checkpoint cannot be carried on with, whatever is accepted; None when it can.
 
     ``about`` is the checkpoint's ``marey`` entry. Its place is a number of micro-steps within an epoch, after a
     whole number of optimizer steps.
     """
+    plan = kind.plan
     statistic = about["statistic_batch"]
     if statistic != plan.statistic_batch:
         return (
-            f"its place in the epoch counts micro-steps of {statistic} clips on all ranks and this run's have "
-            f"{plan.statistic_batch} (ranks x loader.batch_size)"
+            f"its place in the epoch counts micro-steps of {statistic} {kind.unit} on all ranks and this run's "
+            f"have {plan.statistic_batch} (ranks x {kind.batch_key})"
         )
     accumulate = about["effective_batch"] // statistic
     if accumulate != plan.accumulate:
@@ -183,14 +162,14 @@ def impossible(about: Mapping[str, Any], config: EncoderConfig, *, plan: BatchPl
     per_epoch = about["receipt"]["steps"]["micro_steps_per_epoch"]
     if per_epoch != plan.micro_steps_per_epoch:
         return f"its epochs have {per_epoch} micro-steps and this run's have {plan.micro_steps_per_epoch}"
-    if about["config"]["optimizer"]["exclude_bias_norm"] != config.optimizer.exclude_bias_norm:
+    if about["config"]["optimizer"]["exclude_bias_norm"] != kind.config.optimizer.exclude_bias_norm:
         return "optimizer.exclude_bias_norm sorts the parameters into other groups than its optimizer state has"
     return None
 
 
 def check_same_experiment(
     old: Mapping[str, Any],
-    config: EncoderConfig,
+    kind: Kind,
     *,
     path: Path,
     allow: Sequence[str],
@@ -206,9 +185,10 @@ def check_same_experiment(
     Raises:
         UserError: listing every change that is not accepted.
     """
-    harmless = set(HARMLESS)
+    config = kind.config
+    harmless = {*HARMLESS, *kind.harmless}
     if same_batches:
-        harmless |= set(PARTITION)
+        harmless |= set(kind.partition)
     if config.scheduler.end_lr != config.optimizer.lr or config.weight_decay_scheduler.enabled:
         harmless -= {"trainer.max_epochs", "trainer.max_steps"}  # they say where the schedule ends
     changes = {
@@ -232,6 +212,7 @@ def check_same_data(
     old: Sequence[Mapping[str, Any]],
     new: Sequence[Mapping[str, Any]],
     *,
+    facts: Sequence[str],
     path: Path,
     allow: Sequence[str],
     reason: str | None = None,
@@ -244,7 +225,7 @@ def check_same_data(
     if covers(allow, "data.train"):
         return
     for index, (before, after) in enumerate(zip(old, new, strict=False)):
-        for key in ("version", "usable_episodes", "clips_per_epoch"):
+        for key in facts:
             if before.get(key) != after.get(key):
                 accept = "accept the change with 'resume.allow_changes=[data.train]'"
                 raise UserError(
@@ -266,16 +247,15 @@ class Start:
     """``marey.resume`` of the checkpoint."""
 
 
-def begin(
-    config: EncoderConfig, module: nn.Module, *, plan: BatchPlan, data: Sequence[Mapping[str, Any]]
-) -> tuple[Start | None, dict[str, Any] | None]:
+def begin(kind: Kind, module: nn.Module) -> tuple[Start | None, dict[str, Any] | None]:
     """Do what ``resume.*`` asks: load weights into ``module`` now, or say where an exact resume goes on.
 
-    ``data`` describes the training sources as the receipt does. Also returns what the receipt says of it.
+    Also returns what the receipt says of it.
 
     Raises:
         UserError: a checkpoint that cannot be read, does not fit, or would continue as another experiment.
     """
+    config, plan = kind.config, kind.plan
     if config.resume.ckpt_path is None:
         return None, None
     path = Path(config.resume.ckpt_path).expanduser()
@@ -287,6 +267,11 @@ def begin(
         )
     checkpoint = read_checkpoint(path)
     about = checkpoint["marey"]
+    if about["kind"] != kind.name:
+        raise UserError(
+            f"resume.ckpt_path={path} holds a checkpoint of kind {about['kind']} and this run is of kind {kind.name}; "
+            "give a checkpoint of the same objective"
+        )
     said: dict[str, Any] = {
         "path": str(path.resolve()),
         "run_id": about["receipt"].get("run_id"),
@@ -301,16 +286,27 @@ def begin(
     check_names(allow, describe(config), about["config"])
     if not exact:
         load_weights(module, checkpoint, weights=weights, path=path)
-        said["allowed_changes"], said["notes"] = check_same_meaning(about["config"], config, path=path, allow=allow)
+        said["allowed_changes"], said["notes"] = check_same_meaning(about["config"], kind, path=path, allow=allow)
         return None, said
-    reason = impossible(about, config, plan=plan)
+    reason = impossible(about, kind)
     same_batches = all(
         about[name] == getattr(plan, name) for name in ("effective_batch", "statistic_batch", "norm_group")
     )
     said["allowed_changes"] = check_same_experiment(
-        about["config"], config, path=path, allow=allow, same_batches=same_batches, reason=reason
+        about["config"], kind, path=path, allow=allow, same_batches=same_batches, reason=reason
     )
-    check_same_data(about["receipt"]["data"]["train"], data, path=path, allow=allow, reason=reason)
+    check_same_data(
+        about["receipt"]["data"]["train"],
+        kind.describe_train(),
+        facts=kind.data_facts,
+        path=path,
+        allow=allow,
+        reason=reason,
+    )
+    if about["world_size"] != plan.world_size:
+        problem = kind.partition_problem(old_world=about["world_size"])
+        if problem is not None:
+            raise UserError(f"resuming {path} exactly is impossible: {problem}")
     if reason is not None:
         raise UserError(f"resuming {path} exactly is impossible; {_afresh(reason)}")
     _load(module, checkpoint["state_dict"], path=path)  # Lightning will too, and would fail less readably

@@ -8,7 +8,8 @@ from pathlib import Path
 import yaml
 
 from marey.config import compose
-from marey.config.schema import EncoderConfig, describe
+from marey.config.runs import RunConfig
+from marey.config.schema import describe
 from marey.core.files import write_text
 from marey.training.batchplan import resolve_devices
 from marey.training.compare import comparison_lines, restore_lines
@@ -20,7 +21,7 @@ RUN_DIR_VARIABLE = "MAREY_RUN_DIR"
 """Set by the process a person started, so that the ranks it starts know the run's folder."""
 
 
-def check(config: EncoderConfig, checkpoint_dir: Path | None) -> None:
+def check(config: RunConfig, checkpoint_dir: Path | None) -> None:
     """Everything that can be refused before anything is loaded.
 
     ``checkpoint_dir`` (None: not known yet) is made and written to; nothing else is.
@@ -40,13 +41,13 @@ def check(config: EncoderConfig, checkpoint_dir: Path | None) -> None:
         check_writable(checkpoint_dir)
 
 
-def checkpoint_folder(config: EncoderConfig, *, base: Path | None = None) -> Path:
+def checkpoint_folder(config: RunConfig, *, base: Path | None = None) -> Path:
     """Absolute: a relative path resolves from ``base``, None: from where the run was launched."""
     return ((base or Path.cwd()) / Path(config.checkpoint.dirpath).expanduser()).resolve()
 
 
 def execute(
-    config: EncoderConfig, *, run_dir: Path, checkpoint_dir: Path, overrides: list[str], command: list[str]
+    config: RunConfig, *, run_dir: Path, checkpoint_dir: Path, overrides: list[str], command: list[str]
 ) -> None:
     """Run ``config``, leaving its records in ``run_dir``.
 
@@ -80,14 +81,12 @@ def execute(
             os.environ.pop(RUN_DIR_VARIABLE, None)
 
 
-def recipe_differences(config: EncoderConfig, overrides: list[str]) -> list[str]:
+def recipe_differences(config: RunConfig, overrides: list[str]) -> list[str]:
     """Every value that is not the chosen recipe's, as ``key=value (recipe: value)``."""
-    groups = compose.group_overrides(overrides)
-    recipes = [line for line in groups if line.startswith("recipe=")]
-    return compose.differences(describe(config), describe(compose.load_config(recipes)))
+    return compose.differences(describe(config), describe(compose.load_recipe(config, overrides)))
 
 
-def announce(config: EncoderConfig, differences: list[str]) -> None:
+def announce(config: RunConfig, differences: list[str]) -> None:
     """Which experiment this is, in a few lines, before it starts."""
     world_size = resolve_devices(config.trainer) * config.trainer.num_nodes
     say(f"recipe        {config.recipe.name}: {config.recipe.source}")

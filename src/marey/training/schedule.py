@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from marey.config.schema import EncoderConfig
+from marey.config.runs import RunConfig
 from marey.core.errors import UserError
 
 
@@ -43,7 +43,7 @@ def weight_decay_at(
     return start_value + (end_value - start_value) * share
 
 
-def check_schedule(config: EncoderConfig, total_steps: int | None) -> None:
+def check_schedule(config: RunConfig, total_steps: int | None) -> None:
     """Refuse a schedule whose end nobody knows.
 
     Raises:

@@ -21,13 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from marey.config.schema import EncoderConfig
 from marey.core.errors import UserError
 from marey.core.files import write_json
-from marey.training.batchplan import BatchPlan
-from marey.training.ledger import Ledger
+from marey.training.kinds.base import Consumed, Kind, MicroStepRecord
 from marey.training.loader import MicroStepLoader
-from marey.training.module import MicroStepRecord, TrainingModule
+from marey.training.module import TrainingModule
 from marey.training.receipt import Ending
 from marey.training.signals import StopRequest
 
@@ -56,6 +54,8 @@ class StepReport:
     """Since the last optimizer step ended."""
     same_episode_pairs: int
     skipped: bool
+    numbers: list[float]
+    """The kind's own, over all ranks."""
     last: MicroStepRecord
     """This rank's last micro-step."""
 
@@ -65,25 +65,23 @@ class Watch(pl.Callback):
 
     def __init__(
         self,
-        config: EncoderConfig,
-        plan: BatchPlan,
+        kind: Kind,
         *,
-        ledger: Ledger,
+        ledger: Consumed,
         loader: MicroStepLoader,
         stop: StopRequest,
         max_seconds: float | None,
         run_dir: Path,
         say: Callable[[str], None],
-        file_of: Callable[[int, int], str],
     ) -> None:
         self.report: StepReport | None = None
         self.ending: Ending | None = None
         """Why the step just made is the last one; None when more follow."""
         self.trained_seconds = 0.0
         """Of the whole run, earlier sittings included."""
-        self._config, self._plan, self._ledger, self._loader = config, plan, ledger, loader
+        self._kind, self._ledger, self._loader = kind, ledger, loader
+        self._config, self._plan = kind.config, kind.plan
         self._stop, self._max_seconds, self._run_dir, self._say = stop, max_seconds, run_dir, say
-        self._file_of = file_of
         self._stop_agreed = self._time_is_up = False
         self._skipped_in_a_row = 0
         self._buffers: dict[str, Tensor] = {}
@@ -113,6 +111,7 @@ class Watch(pl.Callback):
                 self._loader.waited - self._waited,
                 sum(record.output.tokens for record in window),
                 *self._replaced(window),
+                *self._kind.numbers(window),
             ],
             dtype=torch.float64,
         )
@@ -123,7 +122,8 @@ class Watch(pl.Callback):
             dist.all_reduce(sums)
         bad, stop, time_up, waited, tokens, *rest = sums.tolist()
         sources = len(self._ledger.replaced)
-        replaced, (loss, *parts) = rest[:sources], rest[sources:]
+        own = sources + self._kind.sums
+        replaced, numbers, (loss, *parts) = rest[:sources], rest[sources:own], rest[own:]
         self._stop_agreed, self._time_is_up = self._stop_agreed or stop > 0, self._time_is_up or time_up > 0
         self._waited = self._loader.waited
         skipped = bad > 0
@@ -132,26 +132,31 @@ class Watch(pl.Callback):
             self._not_finite(window, pl_module, trainer, optimizer, step)
         else:
             self._skipped_in_a_row = 0
+            self._rescale(pl_module, numbers)
         pairs = self._ledger.count(
             epoch=trainer.current_epoch,
             micro_steps=[record.micro_step for record in window],
             tokens=round(tokens),
             replaced=[round(value) for value in replaced],
             skipped=skipped,
+            numbers=numbers,
         )
+        self._kind.counted(window, epoch=trainer.current_epoch, skipped=skipped)
         made = self._plan.world_size * len(window)
+        mean_loss, mean_parts = self._kind.means(loss, dict(zip(names, parts, strict=True)), made=made, numbers=numbers)
         self.report = StepReport(
             step=step,
             epoch=trainer.current_epoch,
             lr=optimizer.param_groups[0]["lr"],
-            loss=loss / made,
-            parts={name: value / made for name, value in zip(names, parts, strict=True)},
+            loss=mean_loss,
+            parts=mean_parts,
             clips=made * self._plan.batch_size,
             tokens=round(tokens),
             wait_seconds=waited / self._plan.world_size,
             seconds=0.0,
             same_episode_pairs=pairs,
             skipped=skipped,
+            numbers=numbers,
             last=window[-1],
         )
         for record in window:
@@ -195,6 +200,12 @@ class Watch(pl.Callback):
     def _out_of_time(self) -> bool:
         running = self.trained_seconds + time.perf_counter() - self._clock
         return self._max_seconds is not None and running >= self._max_seconds
+
+    def _rescale(self, module: TrainingModule, numbers: list[float]) -> None:
+        """A reduction that only all ranks and micro-steps together know is finished here, before clipping."""
+        scale = self._kind.gradient_scale(numbers)
+        if scale is not None:
+            torch._foreach_mul_([p.grad for p in module.parameters() if p.grad is not None], scale)
 
     def _finite(self, window: list[MicroStepRecord], module: TrainingModule, trainer: pl.Trainer) -> bool:
         total = torch.stack([record.output.loss for record in window]).sum()
@@ -265,18 +276,8 @@ class Watch(pl.Callback):
                     "micro_step": record.micro_step,
                     "loss": loss if math.isfinite(loss) else str(loss),
                     "clips": [
-                        {
-                            "file": self._file_of(source, episode),
-                            "source": source,
-                            "episode": episode,
-                            "first_step": first,
-                            "epoch": epoch,
-                            "position": position,
-                            "features_finite": finite,
-                        }
-                        for (source, episode, first, epoch, position), finite in zip(
-                            record.clips.tolist(), rows, strict=True
-                        )
+                        {**self._kind.identity(clip), "features_finite": finite}
+                        for clip, finite in zip(record.clips.tolist(), rows, strict=True)
                     ],
                 }
             )
