@@ -1,6 +1,6 @@
 """Batching modes on unequal lengths: samples and tokens per CPU second, padding, utilisation, peak memory.
 
-    OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE python benchmarks/batching.py --repeats 3
+    OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE python benchmarks/batching.py --repeats 3 --json batching.json
 
 Each mix draws microbatches of 8 samples, and every mode trains on the same samples: forward, backward and one AdamW
 step a microbatch. ``loop`` is strict batching with one sample at a time, gradients accumulated over the same 8.
@@ -13,14 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 
+from machine import describe_machine, remark
 from marey.batching.transport import LatentBatch, Mode, collate
 from marey.core.keys import rng, torch_generator
 from marey.core.latents import Identity, LatentSample
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1, help="fresh processes for each row; the fastest is shown")
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "1")))
     parser.add_argument("--text", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", type=Path, help="also write the rows there, with the machine's description")
     parser.add_argument("--one", action="store_true", help="measure one row in this process, print it as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -134,10 +136,11 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(mixes[0], modes[0], steps=arguments.steps, text=arguments.text)))
         return
-    print(
-        f"{platform.processor() or platform.machine()}, {arguments.threads} thread(s), torch {torch.__version__}, "
-        f"load average {os.getloadavg()[0]:.1f}"
-    )
+    machine = describe_machine()
+    print(f"{machine['cpu']}, {arguments.threads} thread(s), torch {machine['torch']}")
+    if note := remark(machine):
+        print(note)
+    kept: list[dict[str, float | str]] = []
     print("| mix | mode | samples/s | tokens/s | against loop | padding | utilisation | attention | peak MiB |")
     print("|---|---|---|---|---|---|---|---|---|")
     for mix in mixes:
@@ -147,12 +150,15 @@ def main() -> None:
         for rows in zip(*rounds, strict=True):
             row = max(rows, key=lambda r: r["samples_per_cpu_second"])
             base = base or row["samples_per_cpu_second"]
+            kept.append(row)
             print(
                 f"| {mix} | {row['mode']} | {row['samples_per_cpu_second']:.2f} | {row['tokens_per_cpu_second']:.0f} | "
                 f"{row['samples_per_cpu_second'] / base:.2f} | {row['padding_share']:.2f} | {row['utilisation']:.2f} | "
                 f"{row['attention_utilisation']:.2f} | {row['peak_mib']:.0f} |",
                 flush=True,
             )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"machine": machine, "rows": kept}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,14 @@ from marey.core.errors import UserError
 
 FROZEN = {
     "demo": ["--out", "--seed", "--steps", "--videos"],
+    "doctor": ["--clips", "--config-dir", "--config-name", "--limit", "data"],
     "embed": [
-        "--batch", "--clips-per-video", "--device", "--overwrite", "--per", "--weights", "checkpoint", "out", "source",
+        "--batch", "--clips-per-video", "--device", "--overwrite", "--per", "--stream", "--weights", "checkpoint",
+        "out", "source",
     ],
     "encode": ["--codec", "--dtype", "--option", "--text-column", "--texts", "out", "source"],
+    "export": ["--format", "--overwrite", "--weights", "checkpoint", "out"],
+    "import": ["--overwrite", "--rate", "file", "out", "overrides"],
     "ingest": [
         "--episode-length", "--labels", "--quality", "--rate", "--short-edge", "--stall", "--workers", "out", "sources",
     ],
@@ -28,6 +32,7 @@ FROZEN = {
         "--batch", "--clips-per-video", "--device", "--json", "--label-column", "--labels", "--seed", "--test",
         "--weights", "checkpoint", "data",
     ],
+    "report": ["--clips", "--data", "--out", "run_folder"],
     "rollout": [
         "--clip", "--clips", "--codec", "--data", "--device", "--guidance", "--horizon", "--option", "--out",
         "--prefix", "--seed", "--steps", "--text", "--weights", "checkpoint",

@@ -24,7 +24,8 @@ ALLOWED = {
     "training": {"objectives", "models", "batching", "sampling", "latents", "pixels"},
     "evaluation": {"objectives", "models", "batching", "latents", "pixels"},
     "story": {"training", "evaluation", "pixels", "latents"},
-    "cli": {"training", "evaluation", "pixels", "latents", "story"},
+    "doctor": {"training", "evaluation", "pixels", "latents"},
+    "cli": {"training", "evaluation", "pixels", "latents", "story", "doctor"},
     "__main__": {"cli"},
     "__init__": set(),
 }
@@ -74,6 +75,7 @@ def test_lightning_is_imported_by_training_alone() -> None:
         ("marey.cli", ["torch", "lightning", "hydra", "lance"]),
         ("marey.training.plan", ["torch", "lightning", "lance"]),
         ("marey.evaluation.inspect", ["torch", "lightning"]),
+        ("marey.doctor.examine", ["torch", "lightning", "hydra", "lance", "av", "numpy", "pydantic"]),
         ("marey.pixels.dataset", ["lightning", "hydra"]),
         ("marey.pixels.ingest_worker", ["torch", "lightning", "hydra"]),
     ],

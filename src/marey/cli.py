@@ -7,6 +7,7 @@ once, 1 a bug.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import traceback
@@ -158,6 +159,19 @@ def _plan(arguments: argparse.Namespace) -> None:
     print(plan_text(arguments.overrides, config_name=arguments.config_name, config_dir=folder))
 
 
+@sigterm_is_ctrl_c()
+def _doctor(arguments: argparse.Namespace) -> None:
+    from marey.doctor.examine import doctor
+
+    doctor(
+        arguments.data,
+        config_name=arguments.config_name,
+        config_dir=None if arguments.config_dir is None else Path(arguments.config_dir),
+        clips=arguments.clips,
+        limit_s=arguments.limit,
+    )
+
+
 def _inspect(arguments: argparse.Namespace) -> None:
     from marey.evaluation.inspect import inspect_text
 
@@ -178,6 +192,37 @@ def _embed(arguments: argparse.Namespace) -> None:
             clips_per_video=arguments.clips_per_video,
             batch_size=arguments.batch,
             device=arguments.device,
+            overwrite=arguments.overwrite,
+            stream=arguments.stream,
+        )
+    )
+
+
+@sigterm_is_ctrl_c()
+def _export(arguments: argparse.Namespace) -> None:
+    from marey.evaluation.export import export
+
+    print(
+        export(
+            Path(arguments.checkpoint),
+            Path(arguments.out),
+            format=arguments.format,
+            weights=arguments.weights,
+            overwrite=arguments.overwrite,
+        )
+    )
+
+
+@sigterm_is_ctrl_c()
+def _import(arguments: argparse.Namespace) -> None:
+    from marey.evaluation.importing import import_weights
+
+    print(
+        import_weights(
+            Path(arguments.file),
+            Path(arguments.out),
+            overrides=arguments.overrides,
+            rate=arguments.rate,
             overwrite=arguments.overwrite,
         )
     )
@@ -213,6 +258,19 @@ def _probe(arguments: argparse.Namespace) -> None:
             ) from error
 
 
+@sigterm_is_ctrl_c()
+def _report(arguments: argparse.Namespace) -> None:
+    from marey.evaluation.report import report
+
+    page = report(
+        Path(arguments.run_folder),
+        out=None if arguments.out is None else Path(arguments.out),
+        data=arguments.data,
+        clips=arguments.clips,
+    )
+    print(page.absolute().as_uri())
+
+
 def _demo(arguments: argparse.Namespace) -> None:
     from marey.story import demo
 
@@ -244,6 +302,16 @@ def _positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
 
 
@@ -329,6 +397,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("overrides", nargs="*", metavar="key=value")
 
+    doctor = command("doctor", _doctor, "what would fail here: this machine, this data, this run; with the remedies")
+    doctor.add_argument(
+        "data",
+        nargs="*",
+        metavar="DATA or key=value",
+        help="store, folder, CSV, glob, video, manifest or demo:train; key=value as for `marey train`: check that run",
+    )
+    doctor.add_argument("--config-name", help="of the run, as for `marey train`")
+    doctor.add_argument("--config-dir", metavar="DIR", help="where that configuration lies, if not in this package")
+    doctor.add_argument("--clips", type=_positive, default=8, help="to read of each DATA, spread over it (default: 8)")
+    doctor.add_argument("--limit", type=_seconds, default=60.0, help="seconds of reading for each DATA (default: 60)")
+
     inspect = command("inspect", _inspect, "any store, manifest, checkpoint or run folder in plain words")
     inspect.add_argument("path", metavar="PATH")
     inspect.add_argument("--config", action="store_true", help="print the resolved configuration too")
@@ -339,7 +419,22 @@ def _parser() -> argparse.ArgumentParser:
     embed.add_argument("out", metavar="OUT", help="a .parquet or .safetensors file")
     embed.add_argument("--per", choices=("clip", "frame"), default="clip")
     embed.add_argument("--overwrite", action="store_true")
+    embed.add_argument("--stream", action="store_true", help="a row per frame, from what was seen up to it")
     _add_encoder_options(embed)
+
+    export = command("export", _export, "an encoder for `transformers` or as one program, which runs without Marey")
+    export.add_argument("checkpoint", metavar="CKPT")
+    export.add_argument("out", metavar="OUT", help="a new folder; for torch-export a .pt2 file")
+    export.add_argument("--format", choices=("transformers", "torch-export"), default="transformers")
+    export.add_argument("--weights", choices=("ema", "online"), help="default: ema where the checkpoint has it")
+    export.add_argument("--overwrite", action="store_true", help="replace an earlier export, never other files")
+
+    import_ = command("import", _import, "weights with the published names and shapes -> a checkpoint")
+    import_.add_argument("file", metavar="FILE", help="safetensors, or a state dictionary saved by PyTorch")
+    import_.add_argument("out", metavar="OUT.ckpt")
+    import_.add_argument("overrides", nargs="*", metavar="key=value", help="as for `marey train`: model.img_size=224")
+    import_.add_argument("--rate", type=float, help="stored frames/s the weights expect (default: what is known)")
+    import_.add_argument("--overwrite", action="store_true")
 
     rollout = command("rollout", _rollout, "a held-out future beside its prediction, as video, with errors")
     rollout.add_argument("checkpoint", metavar="CKPT", help="of `marey train --config-name causal_video`")
@@ -369,6 +464,12 @@ def _parser() -> argparse.ArgumentParser:
     probe.add_argument("--seed", type=_seed, default=0, help="split and random weights (default: 0)")
     probe.add_argument("--json", metavar="FILE", help="write the numbers as JSON too")
     _add_encoder_options(probe)
+
+    report = command("report", _report, "a run folder as one HTML page: curves, exposure, pictures, receipt")
+    report.add_argument("run_folder", metavar="RUN", help="folder of a run, ended or not")
+    report.add_argument("--out", metavar="FILE", help="default: run-report.html in RUN")
+    report.add_argument("--data", metavar="SRC", help="clips for the pictures (default: what the run held out)")
+    report.add_argument("--clips", type=_positive, default=64, help="clips looked at, drawn by a seed (default: 64)")
     return parser
 
 

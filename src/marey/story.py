@@ -34,19 +34,21 @@ OWN_STRIDE = 2
 """Stored frames between two frames of a clip of a person's own videos: 8 frames then span about a second."""
 BATCHES_PER_EPOCH = 8
 SHOWN_CLIPS = 8
-PREDICTOR_STEPS = 450
+PREDICTOR_STEPS = 1500
 """Optimizer steps of the second act: about a minute on two cores."""
 PREDICTOR_BATCH = 4
 PREDICTOR = (
     "data.batching.mode=packed",
     f"data.train_batch_size={PREDICTOR_BATCH}",
-    "data.buckets=[[2,4],[3,6],[4,8],[4,12]]",
-    "data.window_stride=4",
-    "model.hidden=256",
+    "data.buckets=[[2,3],[2,4],[3,5]]",
+    "data.window_stride=1",
+    "model.patch=1",
+    "model.hidden=128",
+    "model.heads=2",
     "model.layers=3",
     "optimizer.lr=3e-3",
     "scheduler.peak_step=20",
-    "scheduler.end_lr=3e-4",
+    "scheduler.end_lr=3e-5",
     "trainer.limit_val_batches=0",
     "loader.num_workers=0",
 )

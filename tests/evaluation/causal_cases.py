@@ -22,7 +22,7 @@ from marey.objectives.video_registry import build_causal, summary_keys
 
 PATCH, SIDE, LENGTH = 4, 16, 12
 SMALL = [
-    f"data.codec.options.patch={PATCH}",
+    f"data.codec.options={{patch: {PATCH}}}",
     "data.buckets=[[1,3],[2,4]]",
     "data.val_fraction=0.3",
     "model.hidden=16",

@@ -60,7 +60,10 @@ def test_a_finished_run_becomes_its_story(run, checkpoint, monkeypatch):
     assert "320 clips drawn from 24 videos in 40 steps, 1m15s" in story.lede
     assert story.receipt["how it ended"] == "finished after 40 optimizer steps"
     assert [set(item.found) for item in story.neighbours] == [{"pretrained", "random weights"}] * 3
-    assert "What it learned" in page(results)
+    shown = page(results)
+    assert "What it learned" in shown
+    assert all(part in shown for part in ("What its patches mean", "One patch, followed", "Where the summary looks"))
+    assert shown.count('class="study"') == 9  # three clips in three kinds of picture
     lines = summary(results, report=run / "report.html", run=run, checkpoint=checkpoint)
     assert len(lines) <= 11
     assert any(line.startswith("  digit") for line in lines)

@@ -317,3 +317,37 @@ def test_a_run_and_a_store_are_read_without_torch(tmp_path: Path):
         "assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_checkpoint_shows_whether_it_is_whole_and_a_hash_of_its_weights(checkpoint: Path, content, tmp_path: Path):
+    from marey.core.files import SealingWriter
+    from marey.evaluation.checkpoint_file import weights_hash
+
+    state = content["state_dict"]
+    digest = weights_hash(state)
+    assert f"SHA-256 {digest[:16]}: {content['marey']['keys']['state_dict']}" in inspect_text(checkpoint)
+    assert "without the completion marker" in inspect_text(checkpoint)
+    name = next(name for name, tensor in state.items() if tensor.is_floating_point() and tensor.numel() > 1)
+    assert weights_hash(dict(reversed(state.items()))) == digest
+    assert weights_hash({**state, name: torch.nextafter(state[name], state[name] + 1)}) != digest
+    assert weights_hash({**state, name: state[name].reshape(1, -1)}) != digest
+    path = tmp_path / "sealed.ckpt"
+    with path.open("wb") as file:
+        writer = SealingWriter(file)
+        torch.save(content, writer)
+        writer.seal()
+    assert "complete and undamaged" in inspect_text(path)
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(UserError, match=r"is damaged: .*SHA-256 does not match"):
+        inspect_text(path)
+
+
+def test_a_run_that_was_killed_shows_how_to_go_on(tmp_path: Path):
+    attempts = [{"number": 1, "status": "killed", "to_step": 8}, {"number": 2, "status": "running", "to_step": 12}]
+    going_on = {"status": "running", "how_it_ended": "", "resume_command": "cd /x && marey train a=1"}
+    (tmp_path / "receipt.json").write_text(json.dumps({**RECEIPT, **going_on, "attempts": attempts}))
+    text = inspect_text(tmp_path)
+    assert "cd /x && marey train a=1" in text
+    assert "2; before this one: killed at step 8" in text

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from marey.config.causal import CausalConfig
+from marey.config.compose import load_run
 from marey.core.errors import UserError
 from marey.evaluation.colours import FeatureColours
 from marey.evaluation.encoding import encode_store, parse_options
@@ -14,6 +16,7 @@ from marey.evaluation.loading import load_encoder
 from marey.latents.codecs import build_codec
 from marey.latents.manifest import read_manifest
 from marey.latents.sidecar import read_shape
+from marey.training.latent_store import encoded
 
 from .causal_cases import Moving, write_store
 
@@ -116,6 +119,24 @@ def test_a_store_becomes_latents_that_say_what_they_are(tmp_path: Path, checkpoi
     assert read_shape(clip.path, clip="c")[0] == load_encoder(checkpoint).encoder.embed_dim
 
 
+def test_a_run_can_ask_for_the_latents_of_a_pretrained_encoder(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MAREY_CACHE", str(tmp_path / "cache"))
+    write_store(tmp_path / "s.lance", Moving(3))
+    asked = load_run(
+        [
+            f"data.train={tmp_path / 's.lance'}",
+            "data.codec.name=encoder",
+            f"data.codec.options={{path: {checkpoint}, device: cpu}}",
+        ],
+        config_name="causal_video",
+    )
+    assert isinstance(asked, CausalConfig)
+    clip = read_manifest(encoded(str(tmp_path / "s.lance"), asked.data)).clip(0)
+    assert read_shape(clip.path, clip="c")[0] == load_encoder(checkpoint).encoder.embed_dim
+
+
 def test_texts_are_joined_by_video_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("marey.evaluation.encoding.open_source", lambda path, **_: Moving(2))
     (tmp_path / "t.csv").write_text(f'path,words\n{Path.cwd() / "video 1.mp4"},"up, then down"\n')
@@ -124,6 +145,11 @@ def test_texts_are_joined_by_video_file(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_options_are_words_and_numbers():
-    assert parse_options(["patch=8", "path=a=b", "n=-2"]) == {"patch": 8, "path": "a=b", "n": -2}
+    assert parse_options(["patch=8", "path=a=b", "n=-2", "std=.25"]) == {
+        "patch": 8,
+        "path": "a=b",
+        "n": -2,
+        "std": 0.25,
+    }
     with pytest.raises(UserError, match="KEY=VALUE"):
         parse_options(["patch"])

@@ -104,7 +104,7 @@ def test_every_file_that_is_no_checkpoint_is_refused_in_a_sentence(tmp_path, che
     reasons = {
         "cut": "damaged",
         "text": "not a PyTorch checkpoint",
-        "empty": "not a PyTorch checkpoint",
+        "empty": "is empty",
         "zip": "cannot be read",
         "w": "safetensors",
         "renamed": "safetensors",

@@ -140,6 +140,8 @@ def test_text_is_text_and_never_markup():
 def test_parts_that_were_not_measured_are_left_out():
     page = render(story(probes=[], neighbours=[]))
     read(page)
+    assert "A look inside" not in page
+    assert "A look inside" in render(story(inside_html="<p>pictures</p>"))
     assert "What it learned" not in page
     assert "What it finds alike" not in page
 

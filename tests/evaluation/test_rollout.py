@@ -206,7 +206,7 @@ def test_the_slow_average_is_taken_where_there_is_one(tmp_path: Path, manifest: 
 
 
 def test_the_codec_is_the_recorded_one_the_runs_own_or_the_one_named(tmp_path: Path, manifest: Path):
-    foreign = small_config(f"data.train={manifest}", "data.codec.options.patch=2")
+    foreign = small_config(f"data.train={manifest}", "data.codec.options={patch: 2}")
     (candidates,) = open_candidates(foreign, data=None, lead=0, chosen=None)
     row, split = int(candidates.rows[0]), Split(1, 3)
     assert candidates.read.load(row, split).codec is None

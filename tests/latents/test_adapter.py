@@ -139,3 +139,17 @@ def test_an_unreadable_clip_stops_or_is_replaced_by_name(manifest_folder: Path) 
     assert nothing is None
     with pytest.raises(UserError, match="neither clip c1 nor 1 others"):
         dataset.read(bad._replace(alternates=(bad,)))
+
+
+def test_the_source_s_layout_and_the_manifest_s_sizes_are_passed_on(manifest_folder: Path) -> None:
+    stored = np.load(manifest_folder / "0.npy")
+    np.save(manifest_folder / "0.npy", stored.transpose(1, 2, 3, 0))
+    sample = LatentAdapter().load(request(manifest_folder, 0, layout="THWC"))
+    assert torch.equal(sample.video_latents, torch.from_numpy(stored[:, 2:6]).float())
+    with pytest.raises(UserError, match=r"clip m/c0 .*length_frames 12 in the manifest, 4 in the file"):
+        LatentAdapter().load(request(manifest_folder, 0))
+    wrong = request(manifest_folder, 1)
+    for changes in ({"length_frames": 11}, {"height": 5}, {"width": 3}):
+        (name,) = changes
+        with pytest.raises(UserError, match=rf"clip m/c1 .*{name} \d+ in the manifest"):
+            LatentAdapter().load(wrong._replace(clip=wrong.clip._replace(**changes)))

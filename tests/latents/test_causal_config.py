@@ -62,6 +62,22 @@ def test_the_long_recipe_has_thirty_geometries_of_at_most_sixty_four_frames() ->
         (["data.buckets=[[1,0]]"], r"data.buckets\[0\]\[1\]=0 is not allowed"),
         (["data.buckets=[[1,2],[1,2]]"], r"data.buckets holds \[1, 2\] twice"),
         (["data.buckets=[[1,3]]", "model.patch_t=2"], "do not divide by model.patch_t=2"),
+        (
+            ["data.buckets=[[2,2]]", "model.patch_t=2", "data.batching.pad_to_multiple_of=3"],
+            "pad_to_multiple_of=3 frames do not divide by model.patch_t=2",
+        ),
+        (
+            ["program.name=chunked_conditioned", "data.batching.mode=strict", "model.patch_t=2"],
+            "program.name=chunked_conditioned needs model.patch_t=1, not 2",
+        ),
+        (["data.val=[{name: a, manifest: x}, {name: a, manifest: y}]"], "data.val names a twice"),
+        (["data.text_conditioning=caption"], "data.text_conditioning=caption is not allowed"),
+        (["data.batching.bucket_pool_size=0"], "data.batching.bucket_pool_size=0 is not allowed"),
+        (["data.epoch_draws=0"], "data.epoch_draws=0 is not allowed"),
+        (["data.window_stride=0"], "data.window_stride=0 is not allowed"),
+        (["program.text_dropout=1.0"], "program.text_dropout=1.0 is not allowed"),
+        (["loss.normalize_over=video"], "loss.normalize_over=video is not allowed"),
+        (["noise=per_clip"], "noise=per_clip is not allowed"),
         (["program.chunk_size=[3,2]"], r"program.chunk_size=\[3, 2\] must ascend"),
         (["data.val_fraction=1.0"], "data.val_fraction=1.0 is not allowed"),
         (["data.weights=by_mood"], "data.weights=by_mood is not allowed"),
@@ -79,6 +95,8 @@ def test_what_cannot_be_meant_is_refused_while_the_configuration_is_read(overrid
         ("[{name: a, manifest: x}, {name: a, manifest: y}]", "data.sources names a twice"),
         ("[{name: a, manifest: x, weight: 0}]", "every weight is 0"),
         ("[{name: a, manifest: x, weight: -1}]", r"data.sources\[0\].weight=-1 is not allowed"),
+        ("[{name: a, manifest: x, weight: inf}]", r"data.sources\[0\].weight=inf is not allowed"),
+        ("[{name: a, manifest: x, weight: nan}]", r"data.sources\[0\].weight=nan is not allowed"),
         ("[{name: a, manifest: x, wieght: 1}]", r"data.sources\[0\].wieght is not a key .*data.sources\[0\].weight"),
         ("[]", "data.sources"),
     ],
@@ -149,6 +167,8 @@ def test_make_config_refuses_what_its_recipe_needs_and_a_manifest_lacks(
     ):
         with pytest.raises(UserError, match=message):
             make_config(manifests, out, defaults=defaults)
-    make_config([slow], out, defaults=defaults, weights="balanced")
+    assert make_config([slow], out, defaults=defaults, weights="balanced")["data"]["weights"] == "by_draw"
+    with pytest.raises(UserError, match="--weights minutes is not one of balanced, hours, size"):
+        make_config([good], out, defaults=defaults, weights="minutes")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"ends in .yaml"):
         make_config([good], tmp_path / "run.json", defaults=defaults)

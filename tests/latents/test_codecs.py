@@ -64,6 +64,26 @@ def test_unknown_codecs_and_options_are_refused() -> None:
         build_codec("wan", {"path": "/nowhere"})
 
 
+def test_patches_scaled_by_their_own_pixels_have_unit_variance_and_still_invert() -> None:
+    video = frames(4, 16, 24) // 3
+    mean, std = float(video.float().mean()) / 255, float(video.float().std()) / 255
+    codec = build_codec("patch", {"patch": 8, "mean": mean, "std": std})
+    latents = codec.encode(video)
+    assert latents.mean().abs() < 1e-5
+    assert latents.std() == pytest.approx(1, abs=1e-5)
+    assert torch.equal(codec.decode(latents.half()), video)
+    assert codec.fingerprint != build_codec("patch", {"patch": 8}).fingerprint
+    with pytest.raises(UserError, match=r"mean=2 and std=0\.5 are of pixels"):
+        build_codec("patch", {"mean": 2})
+
+
+def test_a_codec_of_an_installed_package_is_found_by_its_entry_point() -> None:
+    with pytest.raises(UserError, match=r"encoder cannot be made from \{\}: .*path"):
+        build_codec("encoder")
+    with pytest.raises(UserError, match="did you mean encoder"):
+        build_codec("encodr")
+
+
 def test_a_codec_can_be_added_without_touching_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("marey.latents.codecs._FACTORIES", {})
     register("mine", lambda **options: PatchCodec(patch=options["size"]))

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,3 +128,44 @@ def test_what_cannot_be_encoded_is_refused(tmp_path: Path) -> None:
 class Overflowing(PatchCodec):
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
         return super().encode(frames) * 1e9
+
+
+def test_a_disk_that_fills_up_at_any_write_is_one_sentence_and_the_next_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode(Memory([4, 4, 5]), tmp_path / "whole", PatchCodec(patch=4))
+    after, writes = 0, 0
+
+    def filling(write: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal writes
+            writes += 1
+            if writes > after:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(*args, **kwargs)
+
+        return wrapped
+
+    for name in ("fsync", "mkdir", "replace"):
+        monkeypatch.setattr(os, name, filling(getattr(os, name)))
+    said: list[str] = []
+    out = tmp_path / "out"
+    while True:
+        writes = 0
+        try:
+            done = encode(Memory([4, 4, 5]), out, PatchCodec(patch=4))
+            break
+        except UserError as error:
+            said.append(str(error))
+            assert not (out / "manifest.csv").exists()
+            after += 1
+    assert len(said) > 5
+    assert all(re.fullmatch(r"cannot write to \S+: No space left on device; make room, .*go on .*", s) for s in said)
+    assert done.clips == 3
+    files = [path.relative_to(out) for path in sorted(out.rglob("*")) if path.is_file()]
+    assert [str(file) for file in files] == [
+        "encode.json",
+        *[f"latents/{i:06d}.safetensors" for i in range(3)],
+        "manifest.csv",
+    ]
+    assert all((out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes() for file in files)

@@ -220,3 +220,92 @@ def test_line_breaks_in_texts_survive_files_of_many_blocks(tmp_path: Path) -> No
     body = "".join(f'c{i},c{i}.npy,{8 + i % 5},"{text} {i}"\n' for i in range(rows))
     manifest = read_manifest(write(tmp_path, body, "clip_id,path,length_frames,text\n"), check_files=False)
     assert manifest.texts("text") == [f"{text} {i}" for i in range(rows)]
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "clips.csv"
+    path.write_bytes(b"\xef\xbb\xbfclip_id,path,length_frames\r\na,a.npy,5\r\nb,b.npy,6\r\n")
+    manifest = read_manifest(path, check_files=False)
+    assert [manifest.clip(i).clip_id for i in range(2)] == ["a", "b"]
+    assert manifest.length_frames.tolist() == [5, 6]
+
+
+TEXTS = b"clip_id,path,length_frames,text\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (TEXTS + b'\na,a.npy,5,"x\ny"\n\nb,b.npy,5,caf\xe9\n', ", row 2, column text: the value is not UTF-8; save"),
+        (TEXTS + b"a,a.npy,5,x\n\xe9,b.npy,5,y\n", ", row 2, column clip_id: the value is not UTF-8"),
+        (TEXTS + b"a,a.npy,5,caf\xe9, cr\xe8me\n", ", row 1, column text: the value is not UTF-8"),
+        (TEXTS + b"a,a.npy,5,cut \xc3", ", row 1, column text: the value is not UTF-8"),
+        (b"clip_id,p\xe9th\n", ": its header is not UTF-8"),
+        ("clip_id,path,length_frames\na,a.npy,5\n".encode("utf-16"), ": it is written in UTF-16; save it as UTF-8"),
+        (b"PAR1\x15\x84\xff", ": it is a Parquet file; give it a name that ends in .parquet"),
+        (b"", ": not a readable CSV manifest (Empty CSV file)"),
+        (b"clip_id;path;length_frames\na;a.npy;5\n", ": column clip_id is missing among 'clip_id;path;length_frames'"),
+        (b"clip_id, path, length_frames\na,a.npy,5\n", ": column path is missing among 'clip_id', ' path', ' length"),
+        (b"clip_id,path,length_frames,,\na,a.npy,5,,\n", ": column '' appears twice"),
+        (TEXTS + b'\na,a.npy,5,"x\ny"\n\nb,b.npy,5,t,u\n', ", row 2, column text: the row has 5 fields"),
+        (TEXTS + b"a,a.npy,5,x\nb,b.npy\n", ", row 2, column path: the row has 2 fields where the header has 4"),
+    ],
+)
+def test_another_encoding_or_separator_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "clips.csv"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read_manifest(path, check_files=False)
+    assert str(error.value).startswith(f"{path}{message}")
+    assert str(error.value).isprintable()
+
+
+def parquet(tmp_path: Path, **columns: object) -> Path:
+    path = tmp_path / "clips.parquet"
+    good = {"clip_id": ["a", "b"], "path": ["a.pt", "b.pt"], "length_frames": [4, 5]}
+    pq.write_table(pa.table({**good, **columns}), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"length_frames": pa.array([4, 5], pa.int32())},
+        {"length_frames": pa.array([4, 5], pa.uint8())},
+        {"length_frames": pa.array([4, 5]).dictionary_encode()},
+        {"clip_id": pa.array(["a", "b"], pa.large_string())},
+        {"clip_id": pa.array(["a", "b"], pa.string_view())},
+        {"text": pa.nulls(2), "physical_key": pa.nulls(2), "sha256": pa.nulls(2)},
+    ],
+)
+def test_parquet_s_kinds_of_integers_and_strings_are_read(tmp_path: Path, columns: dict[str, object]) -> None:
+    manifest = read_manifest(parquet(tmp_path, **columns), check_files=False)
+    assert [tuple(manifest.clip(i))[:3] for i in range(2)] == [
+        ("a", str(tmp_path / "a.pt"), 4),
+        ("b", str(tmp_path / "b.pt"), 5),
+    ]
+    assert manifest.clip(1).physical_key == "b"
+    assert manifest.clip(1).text is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"length_frames": pa.array([4, 5], pa.timestamp("s"))}, "column length_frames: holds timestamp"),
+        ({"length_frames": [True, True]}, "column length_frames: holds bool, not whole numbers"),
+        ({"length_frames": [[4], [5]]}, "column length_frames: holds list"),
+        ({"length_frames": pa.array([4, 2**63 + 5], pa.uint64())}, "row 2, column length_frames: .* is too large"),
+        ({"length_frames": [4, -5]}, "row 2, column length_frames: -5 is below 2"),
+        ({"clip_id": [1, 2]}, "column clip_id: holds int64, not text"),
+        ({"clip_id": ["a", None]}, "row 2, column clip_id: the value is missing"),
+        ({"text": pa.array([1, 2], pa.timestamp("s"))}, "column text: holds timestamp.* not text"),
+        ({"start": [0, None]}, "row 2, column start: the value is missing"),
+        ({"fps": [4.0, float("nan")]}, "row 2, column fps: nan is not a positive number"),
+        ({"height": [4, None], "width": [4, 4]}, "row 2, column height: the value is missing"),
+    ],
+)
+def test_parquet_s_other_kinds_and_gaps_are_refused_by_column(
+    tmp_path: Path, columns: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        read_manifest(parquet(tmp_path, **columns), check_files=False)

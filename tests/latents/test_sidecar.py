@@ -168,3 +168,124 @@ def test_what_is_written_declares_its_layout_and_reads_back(tmp_path: Path, late
     assert [p.name for p in path.parent.iterdir()] == ["a.safetensors"]
     path.write_bytes(path.read_bytes()[:20])
     assert sidecar_metadata(path) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_only_floating_latents_are_read(tmp_path: Path, latents: torch.Tensor, dtype: torch.dtype) -> None:
+    for name in ("a.safetensors", "a.pt"):
+        with pytest.raises(UserError, match="not floating; store"):
+            read(store(tmp_path / name, latents.to(dtype)))
+    for name in ("a.safetensors", "a.pt"):
+        assert torch.equal(read(store(tmp_path / name, latents.bfloat16())), latents.bfloat16()[:, 1:4])
+
+
+def test_arrays_of_another_byte_or_axis_order_are_read_for_what_they_hold(
+    tmp_path: Path, latents: torch.Tensor
+) -> None:
+    for array in (latents.numpy().astype(">f4"), np.asfortranarray(latents.numpy())):
+        np.save(tmp_path / "a.npy", array)
+        assert torch.equal(read(tmp_path / "a.npy"), latents[:, 1:4])
+
+
+def test_a_stored_parameter_is_read_without_its_gradient(tmp_path: Path, latents: torch.Tensor) -> None:
+    torch.save(torch.nn.Parameter(latents), tmp_path / "a.pt")
+    window = read(tmp_path / "a.pt")
+    assert not window.requires_grad
+    assert torch.equal(window, latents[:, 1:4])
+
+
+def test_tensors_that_are_not_dense_and_layouts_that_are_no_name_are_refused(
+    tmp_path: Path, latents: torch.Tensor
+) -> None:
+    for stored, message in (
+        (latents.to_sparse(), "is torch.sparse_coo, not dense"),
+        (latents.to("meta"), "is meta, not dense"),
+        ({"latents": latents, "layout": 3}, "declares layout 3; only CTHW and THWC"),
+        ({}, "several tensors or none"),
+        (None, "holds a NoneType"),
+        (latents.numpy(), "loading could run code"),
+    ):
+        torch.save(stored, tmp_path / "a.pt")
+        with pytest.raises(UserError, match=message):
+            read(tmp_path / "a.pt")
+
+
+def npy(shape: str, descr: str = "'<f4'") -> bytes:
+    head = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".encode()
+    head += b" " * (-(len(head) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + bytes(1440)
+
+
+def tensors(header: str) -> bytes:
+    return len(header).to_bytes(8, "little") + header.encode() + bytes(1440)
+
+
+HEADER = '{"x": {"dtype": "F32", "shape": [3, 6, 4, %s], "data_offsets": [0, 1440]}%s}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.npy", npy("(3, 6, 400000000000, 500000)")),
+        ("a.npy", npy("(3, 6, 4, 500000)")),
+        ("a.npy", npy("(9999999999999999999999, 1, 1, 1)")),
+        ("a.npy", npy("(-3, -6, 4, 5)")),
+        ("a.npy", npy("(True, 6, 4, 5)")),
+        ("a.npy", npy("(3, 6, 4, 5)", "[('a', '<f4'")),
+        ("a.npy", npy("(3, 6, 4, 5)", "'|O'")),
+        ("a.safetensors", tensors(HEADER % ("500000000000", ""))),
+        ("a.safetensors", tensors(HEADER % ("5", ', "__metadata__": {"marey": "[1]"}'))),
+        ("a.safetensors", tensors(HEADER % ("5", ', "__metadata__": {"marey": "not JSON"}'))),
+        ("a.safetensors", (2**60).to_bytes(8, "little") + b"{}"),
+        ("a.pt", b"hello"),
+    ],
+)
+def test_a_header_that_promises_what_is_not_there_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"clip tape/7 .*not a readable \{path.suffix} file \("):
+        read(path)
+    assert sidecar_metadata(path) is None
+    with pytest.raises(UserError):
+        read_shape(path, clip="c")
+
+
+def test_an_archive_of_arrays_is_not_an_array(tmp_path: Path, latents: torch.Tensor) -> None:
+    np.savez(tmp_path / "a.npz", x=latents.numpy())
+    (tmp_path / "a.npz").rename(tmp_path / "a.npy")
+    with pytest.raises(UserError, match=r"it is an archive of arrays \(.npz\), not one"):
+        read(tmp_path / "a.npy")
+
+
+def refusal_of(path: Path) -> str:
+    """Why a file is refused; empty where it is read."""
+    try:
+        assert read(path).shape == (3, 3, 4, 5)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.npy", "a.pt", "legacy.pt"])
+def test_whatever_is_damaged_is_read_or_refused_and_nothing_else(
+    tmp_path: Path, latents: torch.Tensor, name: str
+) -> None:
+    path = tmp_path / name
+    if name == "legacy.pt":
+        torch.save(latents, path, _use_new_zipfile_serialization=False)
+    else:
+        store(path, latents)
+    whole = path.read_bytes()
+    chance = np.random.default_rng(0)
+    refused = 0
+    for turn in range(80):
+        damaged = bytearray(whole)
+        for place in chance.integers(0, [128, 700, len(whole)][turn % 3], size=[1, 3, 20][turn % 3]):
+            damaged[min(int(place), len(whole) - 1)] = int(chance.integers(256))
+        path.write_bytes(damaged[: chance.integers(len(whole))] if turn % 5 == 0 else damaged)
+        reason = refusal_of(path)
+        if reason:
+            refused += 1
+            assert "clip tape/7" in reason
+            assert "\n" not in reason
+    assert refused > 20

@@ -3,7 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
+from safetensors.torch import save_file
 
 from marey.core.errors import UserError
 from marey.latents.text import HashingTextEncoder, PrecomputedText, write_text_index
@@ -79,6 +81,9 @@ def test_what_cannot_be_an_index_is_refused(tmp_path: Path) -> None:
     for entries, message in (
         ([], "no text"),
         ([("a", torch.ones(5, 3))], "shape"),
+        ([("a", torch.ones(2, 0))], "shape"),
+        ([("a", torch.ones(0, 3))], "shape"),
+        ([("a", torch.ones(2, 3, dtype=torch.int64))], "not floating and finite"),
         ([("a", torch.ones(1, 3)), ("b", torch.ones(1, 4))], "4 wide"),
         ([("a", torch.ones(1, 3)), ("a", torch.ones(1, 3))], "given twice"),
     ):
@@ -94,6 +99,43 @@ def test_what_cannot_be_an_index_is_refused(tmp_path: Path) -> None:
 
 def test_an_embedding_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
-    write_text_index(path, [("a", torch.full((1, 2), float("nan")))], encoder="e", token_limit=4)
+    with pytest.raises(UserError, match=r"text 'a' .* is not floating and finite"):
+        write_text_index(path, [("a", torch.full((1, 2), float("nan")))], encoder="e", token_limit=4)
+    write_text_index(path, [("a", torch.ones(1, 2))], encoder="e", token_limit=4)
+    rewrite(path, embeddings=torch.full((1, 2), float("nan")))
     with pytest.raises(UserError, match="'a', needed for c7, is not finite"):
         PrecomputedText(path, encoder="e", token_limit=4).encode("a", clip="c7")
+
+
+def rewrite(path: Path, metadata: dict[str, str] | None = None, **changes: torch.Tensor) -> None:
+    """The index again, with other tensors or metadata in it."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        said = file.metadata() if metadata is None else metadata
+    save_file({**tensors, **changes}, path, metadata=said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"metadata": {"format": "marey text index 1"}}, "does not name its encoder and token limit"),
+        ({"metadata": {}}, "not a text index"),
+        ({"keys": torch.tensor([1, 2, 3], dtype=torch.int32)}, "not rows of int64"),
+        ({"keys": torch.tensor([3, 2, 1])}, "keys are not in order"),
+        ({"keys": torch.tensor([1, 2])}, "do not divide 7 tokens among 2 texts"),
+        ({"offsets": torch.tensor([0, 1, 2])}, "do not divide 7 tokens among 3 texts"),
+        ({"offsets": torch.tensor([], dtype=torch.int64)}, "do not divide 7 tokens"),
+        ({"offsets": torch.tensor([0, 3, 3, 7])}, "a text has no token"),
+        ({"offsets": torch.tensor([0, 5, 6, 7])}, "a text has 5 tokens, more than the limit of 4"),
+        ({"embeddings": torch.ones(8, 3)}, "do not divide 8 tokens"),
+        ({"embeddings": torch.ones(7)}, r"embeddings are F32 \[7\], not floating"),
+        ({"embeddings": torch.ones(7, 3, dtype=torch.int64)}, r"embeddings are I64 \[7, 3\], not floating"),
+    ],
+)
+def test_a_damaged_index_is_refused_before_anything_is_drawn(
+    tmp_path: Path, changes: dict[str, torch.Tensor], message: str
+) -> None:
+    path = index(tmp_path).path
+    rewrite(path, **changes)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=message):
+        PrecomputedText(path, encoder="t5 rev 1", token_limit=4)

@@ -66,7 +66,7 @@ def test_height_and_width_get_a_third_rounded_down_to_even_and_time_the_rest(hea
     assert axis_channels(head_dim) == expected
 
 
-@pytest.mark.parametrize("head_dim", range(2, 40, 2))
+@pytest.mark.parametrize("head_dim", [*range(2, 40, 2), 64, 80, 128])
 def test_any_even_head_size_works(head_dim):
     size = VideoTransformerSize(channels=2, width=2 * head_dim, depth=1, heads=2)
     model = awake(build_video_transformer(size, seed=0))

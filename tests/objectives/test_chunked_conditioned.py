@@ -82,6 +82,15 @@ def test_a_window_hides_what_is_further_away():
     assert [not torch.equal(before[0, :, f], after[0, :, f]) for f in range(4)] == [True, True, False, False]
 
 
+def test_text_is_read_by_every_chunk_however_small_the_window():
+    program = make_program(chunk_sizes=(1, 1), windows=(1, 1), model=make_model(depth=1))
+    batch = batch_of(samples(1), "strict")
+    prepared = prepared_of(program, batch)
+    before = predictions(program, batch, prepared)
+    after = predictions(program, batch, prepared, batch.text[0] + 1)
+    assert [torch.equal(before[0, :, f], after[0, :, f]) for f in range(FRAMES)] == [False] * FRAMES
+
+
 def test_streams_stand_at_the_same_positions_and_the_condition_one_before():
     program = make_program()
     prepared = prepared_of(program, batch_of(samples(1, frame_positions=torch.arange(FRAMES) + 5), "strict"))
@@ -122,6 +131,13 @@ def test_the_clean_stream_is_clean_or_mildly_noised_as_a_whole():
     assert bool(((times > 0) & (times <= middle)).all())
     assert all(len(row.unique()) == 1 for row in times)
     assert not bool((always.inputs[:, :, : 1 + FRAMES] == clean).any())
+    # Its noise is its own: that of the noisy stream would tell the target.
+    s = (times / 1000)[:, None, :, None, None]
+    noise = (always.inputs[:, :, : 1 + FRAMES] - (1 - s) * clean) / s
+    predicted = always.target + batch.latents
+    for shift in (0, 1):
+        pair = torch.stack((noise[:, :, shift : shift + FRAMES].flatten(), predicted.flatten()))
+        assert abs(float(pair.corrcoef()[0, 1])) < 0.2
     assert torch.equal(always.target, never.target)
 
 
@@ -144,20 +160,60 @@ def test_a_batch_equals_its_samples_alone():
     assert together.attention_utilisation == 1
 
 
-def test_a_batch_mate_changes_nothing():
+def watch(program, group):
+    """Predictions, and gradients of the unnormalised sum with respect to inputs and texts, sample by sample."""
+    batch = batch_of(group, "strict")
+    prepared = prepared_of(program, batch)
+    inputs = prepared.inputs.detach().clone().requires_grad_()
+    texts = [sample.text.clone().requires_grad_() for sample in group]
+    out = predictions(program, batch, prepared._replace(inputs=inputs), torch.cat(texts))
+    program.decoder.total(out, prepared.target, supervised=prepared.supervised, times=prepared.target_times).backward()
+    return [(out[b].detach(), inputs.grad[b], texts[b].grad) for b in range(len(group))]
+
+
+@pytest.mark.parametrize("what", ["video_latents", "condition_latent", "text", "more text", "position"])
+def test_a_batch_mate_changes_nothing(what):
     own = samples(3)
     program = make_program()
-    other = make_sample(
-        1, 1, FRAMES - 1, words=2, condition_latent=own[1].condition_latent + 9, video_latents=own[1].video_latents * 50
-    )
-    outputs = []
-    for group in (own, [own[0], other, own[2]]):
-        batch = batch_of(group, "strict")
-        outputs.append(predictions(program, batch, prepared_of(program, batch)))
-    before, after = outputs
+    changes = {
+        "video_latents": {"video_latents": own[1].video_latents * 50},
+        "condition_latent": {"condition_latent": own[1].condition_latent + 9},
+        "text": {"text": own[1].text * -9},
+        "more text": {"text": torch.cat((own[1].text, own[1].text + 1))},
+        "position": {"position": 77},  # another chunk size, window and noise
+    }[what]
+    kept = {"video_latents": own[1].video_latents, "condition_latent": own[1].condition_latent, "text": own[1].text}
+    other = make_sample(1, 1, FRAMES - 1, **{**kept, **changes})
+    before, after = watch(program, own), watch(program, [own[0], other, own[2]])
     for b in (0, 2):
-        torch.testing.assert_close(before[b], after[b], rtol=0, atol=1e-12)
-    assert not torch.allclose(before[1], after[1])
+        for old, new in zip(before[b], after[b], strict=True):
+            torch.testing.assert_close(old, new, rtol=0, atol=1e-12 * max(1.0, float(old.abs().max())))
+    assert not torch.allclose(before[1][0], after[1][0])
+
+
+def test_every_frame_of_the_noisy_stream_has_its_own_level_and_is_supervised():
+    batch = batch_of(samples(2), "strict")
+    prepared = prepared_of(make_program(), batch)
+    noisy = prepared.times[:, 1 + FRAMES :]
+    assert all(len(row.unique()) == FRAMES for row in noisy)
+    assert bool((noisy > 0).all())
+    assert torch.equal(prepared.target_times, noisy)
+    s = (noisy / 1000)[:, None, :, None, None]
+    # (1 - s) x + s e and e - x give x back.
+    torch.testing.assert_close(prepared.inputs[:, :, 1 + FRAMES :] - s * prepared.target, batch.latents)
+    assert bool(prepared.supervised.all())
+
+
+def test_validation_belongs_to_the_window_whatever_draw_brought_it():
+    program = make_program()
+    condition = samples(1)[0].condition_latent
+    totals = [
+        program.forward_validation_batch(
+            batch_of([make_sample(0, 1, FRAMES - 1, words=2, condition_latent=condition, **draw)], "strict")
+        ).total.item()
+        for draw in ({}, {"epoch": 3}, {"position": 9}, {"repeat": 1})
+    ]
+    assert totals == [totals[0]] * 4
 
 
 @pytest.mark.parametrize("mode", ["padded", "bucket", "packed"])
@@ -167,7 +223,7 @@ def test_any_other_mode_is_refused_naming_both_keys(mode):
 
 
 def test_a_missing_condition_frame_and_temporal_patches_are_refused():
-    with pytest.raises(UserError, match=r"source/clip0@0 has no condition frame"):
+    with pytest.raises(UserError, match=r"source/clip0@0 has no condition frame.*LatentAdapter\(condition=True\)"):
         make_program().forward_train_batch(batch_of([make_sample(0, 1, 2, words=1)], "strict"), micro_step=0)
     with pytest.raises(UserError, match="patch_t is 2"):
         make_program(model=make_model(patch_t=2))

@@ -92,3 +92,27 @@ def test_levels_are_uniform_over_the_grid():
     counts = torch.bincount(index.flatten() // 100, minlength=10).double()
     expected = index.numel() / 10
     assert float(((counts - expected) ** 2 / expected).sum()) < 27.9  # chi-square, 9 degrees of freedom, p = .001
+
+
+def test_ranks_draw_their_own_collated_noise_and_the_same_per_sample(monkeypatch):
+    samples = make_samples(2)
+    for layout, same in (("collated", False), ("per_sample", True)):
+        monkeypatch.setattr("marey.objectives.flow.current_rank", lambda: 0)
+        first = draws(samples, layout)
+        monkeypatch.setattr("marey.objectives.flow.current_rank", lambda: 1)
+        for mine, its in zip(first, draws(samples, layout), strict=True):
+            assert torch.equal(mine, its) == same
+
+
+def test_noise_is_standard_and_every_tensor_of_a_step_is_its_own():
+    batch = batch_of([make_sample(i, 2, 6) for i in range(40)])
+    for layout in ("collated", "per_sample"):
+        source = FlowDraws(batch, layout=layout, seed=0, micro_step=0)
+        first, second = source.normal(), source.normal(extra=1)
+        assert second.shape[2] == first.shape[2] + 1
+        for noise in (first, second):
+            assert abs(float(noise.mean())) < 0.03
+            assert abs(float(noise.std()) - 1) < 0.03
+        for shift in (0, 1):
+            pair = torch.stack((first.flatten(), second[:, :, shift : shift + 8].flatten()))
+            assert abs(float(pair.corrcoef()[0, 1])) < 0.03

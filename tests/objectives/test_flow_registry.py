@@ -48,6 +48,13 @@ def test_every_mode_builds_and_takes_a_step(mode):
     assert bool(program.model.final.proj.weight.grad.any())
 
 
+def test_levels_and_the_token_budget_reach_the_program():
+    chosen = config("data.batching.mode=packed", "data.batching.max_tokens=640", "program.levels=50", "program.shift=2")
+    program = build_causal(chosen, channels=CHANNELS, text_channels=None, blank_text=None)
+    assert program.settings.max_tokens == 640
+    assert (program.decoder.schedule.levels, program.decoder.schedule.shift) == (50, 2)
+
+
 def test_the_chunked_program_gets_its_ranges():
     chosen = config(
         "program.name=chunked_conditioned",

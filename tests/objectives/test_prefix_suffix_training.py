@@ -49,6 +49,16 @@ def test_a_token_budget_changes_neither_loss_nor_gradient(noise, normalize_over)
         assert (output.tokens, output.tokens_seen, output.elements) == (whole.tokens, whole.tokens_seen, whole.elements)
 
 
+def test_a_token_budget_drops_the_same_texts():
+    settings = {"text_dropout": 0.5, "blank": BLANK}
+    batch = batch_of(make_samples(6))
+    assert len(set(dropped_texts(batch, dropout=0.5, seed=3))) == 2
+    whole, grads = step(make_objective("packed", **settings), batch)
+    cut, cut_grads = step(make_objective("packed", **settings, max_tokens=8 * TOKENS_PER_FRAME), batch)
+    assert cut.loss.item() == pytest.approx(whole.loss.item(), rel=1e-13)
+    assert largest_difference(grads, cut_grads) <= 1e-12
+
+
 def test_a_sample_over_the_token_budget_is_refused_by_name_before_any_forward():
     program = make_objective("packed", max_tokens=7 * TOKENS_PER_FRAME)
     program.model.register_forward_hook(lambda *_: pytest.fail("the model ran"))
@@ -150,6 +160,16 @@ def refusals():
         "text unread": (
             lambda: getattr(make_objective("packed", model=silent), run)(with_text, micro_step=0),
             r"source/clip0@0 has a text and the model has no cross-attention",
+        ),
+        "channels": (
+            lambda: getattr(make_objective("packed", model=make_model(channels=7)), run)(with_text, micro_step=0),
+            r"source/clip0@0 has latents of 3 channels and the model reads 7: encode all sources with one codec",
+        ),
+        "alignment, patch_t 2": (
+            lambda: getattr(make_objective("padded", model=two), run)(
+                batch_of([make_sample(0, 2, 2, words=1)], "padded", 5), micro_step=0
+            ),
+            r"padded to 5 frames cannot be cut into temporal patches of 2.*pad_to_multiple_of as a multiple of 2",
         ),
         "odd geometry, patch_t 2": (
             lambda: getattr(make_objective("padded", model=two), run)(with_text, micro_step=0),

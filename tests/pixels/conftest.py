@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +13,10 @@ import av
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+
+from marey.pixels.ingest import ingest
+
+from .ingest_cases import Rows, rows_of
 
 BLOCK = 16
 BITS = 8
@@ -107,3 +112,25 @@ def video_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("MAREY_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of several lengths, good and bad, in an order that mixes them."""
+    root = tmp_path_factory.mktemp("clips")
+    for number, frames in enumerate((40, 300, 7, 160, 1, 129)):
+        make_video(root / f"{number}.mp4", frames=frames, rate=25, b_frames=2 * (number % 2))
+    (root / "0b empty.mp4").touch()
+    (root / "2b text.mp4").write_text("not a video\n" * 50)
+    cut(make_video(root / "whole.mp4", frames=100, front_index=True), root / "9 cut ü.mp4", keep=0.7)
+    (root / "whole.mp4").unlink()
+    os.mkfifo(root / "5b fifo.mp4")
+    return root
+
+
+@pytest.fixture(scope="session")
+def plain(clips: Path, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """What an uninterrupted ingest with one worker gives."""
+    out = tmp_path_factory.mktemp("plain") / "s.lance"
+    ingest([str(clips)], out, rate=25.0, episode_length=50, workers=1)
+    return rows_of(out)

@@ -294,3 +294,15 @@ def test_camera_clips_are_read_whole(name: str, decoded: int, shape: tuple[int, 
     assert counts.decoded == counts.promised == decoded
     assert {(frame.height, frame.width) for frame in frames} == {shape}
     assert counts.true_rate == pytest.approx(25.0 if decoded != 120 else 30000 / 1001)
+
+
+@pytest.mark.parametrize("name", ["a.mkv", "a.flv"])
+def test_a_truncated_file_that_counts_no_frames_says_how_many_seconds_were_promised(tmp_path: Path, name: str) -> None:
+    whole = make_video(tmp_path / "whole" / name, frames=100, rate=25)
+    _, counts = stored(whole)
+    assert counts.partial() is None
+    assert counts.seconds == 4.0
+    frames, counts = stored(cut(whole, tmp_path / name, keep=0.5), rate=25.0)
+    assert 20 < len(frames) < 80
+    assert counts.seconds == len(frames) / 25
+    assert f"{counts.seconds:.2f} of {counts.promised_s:.2f} promised seconds decode" in (counts.partial() or "")

@@ -11,7 +11,18 @@ import pytest
 
 from marey.core.errors import UserError
 from marey.pixels import digits
-from marey.pixels.digits import FRAMES, MOTIONS, RATE, SIDE, SPLITS, built_source, demo_source, plan_clips, render
+from marey.pixels.digits import (
+    FRAMES,
+    MOTIONS,
+    RATE,
+    SIDE,
+    SPLITS,
+    built_source,
+    demo_captions,
+    demo_source,
+    plan_clips,
+    render,
+)
 from marey.pixels.store import FrameStore
 
 
@@ -115,6 +126,15 @@ def test_the_demo_builds_once_as_h264_and_stores_with_labels(small: Path) -> Non
 
 
 @pytest.mark.timeout(120)
+def test_captions_tell_digit_and_motion_of_every_clip_labelled_or_not(small: Path) -> None:
+    source = FrameStore.open(demo_source("train"))
+    captions = demo_captions("train")
+    assert [captions[Path(file).name] for file in source.files] == [
+        f"{clip.digit} {clip.motion}" for clip in plan_clips()["train"]
+    ]
+    assert len(captions) == 20
+
+
 def test_two_builders_at_once_build_it_once(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built, found, write = [], [], digits.write_clips
     monkeypatch.setattr(digits, "write_clips", lambda folder: (built.append(folder), write(folder))[1])

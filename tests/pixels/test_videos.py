@@ -3,17 +3,19 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import signal
+import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import marey.pixels.reader as reader_module
+import marey.pixels.guard as guard_module
 import marey.pixels.videos as videos_module
 from marey.core.errors import UserError
 from marey.pixels.decode import Reading, index_file
@@ -126,31 +128,56 @@ def test_a_clock_that_runs_backwards_is_read_by_counting(tmp_path: Path) -> None
     assert numbers(source.read([request(0, 50, 3, 65)])[0]) == [expected[step] for step in (50, 3, 65)]
 
 
-def test_one_call_reads_each_file_forward_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def in_the_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Runs these lines in the decoding process before each read, with ``payload`` and ``reader`` at hand."""
+
+    def install(lines: str) -> None:
+        (tmp_path / "changed.py").write_text(
+            "import ctypes, os, signal, time\n"
+            "import marey.pixels.reader as reader\n"
+            "from marey.pixels.framejob import _open, read_frames as whole\n"
+            "def read_frames(payload, tick):\n"
+            f"{textwrap.indent(textwrap.dedent(lines).strip(), '    ')}\n"
+            "    return whole(payload, tick)\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(guard_module, "JOB", "changed:read_frames")
+
+    return install
+
+
+def test_one_call_reads_each_file_forward_once(
+    folder: Path, tmp_path: Path, in_the_decoder: Callable[[str], None]
+) -> None:
+    in_the_decoder(
+        f"""
+        decoded = reader._decoded
+        def counted(packet, stream):
+            frames = decoded(packet, stream)
+            with open({str(tmp_path / "decoded")!r}, "a") as file:
+                file.write("." * len(frames))
+            return frames
+        reader._decoded = counted
+        """
+    )
     source = VideoEpisodes.open(str(folder / "a/1.mp4"), rate=25.0, episode_length=35)
-    decoded = 0
-    whole = reader_module._decoded
-
-    def counted(packet: object, stream: object) -> list[av.VideoFrame]:
-        nonlocal decoded
-        frames = whole(packet, stream)
-        decoded += len(frames)
-        return frames
-
-    monkeypatch.setattr(reader_module, "_decoded", counted)
     source.read([request(1, 30, 0), request(0, 3, 34), request(1, 5)])
-    assert 0 < decoded <= 70
+    assert 0 < len((tmp_path / "decoded").read_text()) <= 70
 
 
 def test_only_a_few_files_stay_open(tmp_path: Path) -> None:
-    for number in range(videos_module.OPEN_FILES + 3):
+    for number in range(guard_module.OPEN_FILES + 3):
         make_video(tmp_path / "clips" / f"{number}.mp4", frames=3)
     source = VideoEpisodes.open(str(tmp_path / "clips"), rate=25.0, episode_length=8)
     for _ in range(2):
         for episode in range(len(source.lengths)):
             assert numbers(source.read([request(episode, 2)])[0]) == [2]
-    open_files = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    assert sum(str(tmp_path) in name for name in open_files) <= videos_module.OPEN_FILES
+    assert source._guard is not None
+    assert source._guard._process is not None
+    links = Path(f"/proc/{source._guard._process.child.process.pid}/fd").iterdir()
+    open_files = [str(link.readlink()) for link in links if link.is_symlink()]
+    assert sum(str(tmp_path) in name for name in open_files) == guard_module.OPEN_FILES
 
 
 def test_the_index_is_made_once_and_again_when_the_file_or_the_rate_changes(
@@ -192,19 +219,81 @@ def test_a_file_that_changes_after_indexing_is_named(tmp_path: Path, change: str
         source.read([request(0, 0)])
 
 
-def test_a_read_that_takes_too_long_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_takes_too_long_names_the_file(tmp_path: Path, in_the_decoder: Callable[[str], None]) -> None:
     path = make_video(tmp_path / "a.mp4", frames=40)
+    in_the_decoder(
+        """
+        decoded = reader._decoded
+        def slow(packet, stream):
+            time.sleep(0.02)
+            return decoded(packet, stream)
+        reader._decoded, reader.READ_LIMIT_S = slow, 0.1
+        """
+    )
     source = VideoEpisodes.open(str(path), rate=25.0, episode_length=40)
-    whole = reader_module._decoded
-
-    def slow(packet: object, stream: object) -> list[av.VideoFrame]:
-        time.sleep(0.02)
-        return whole(packet, stream)
-
-    monkeypatch.setattr(reader_module, "_decoded", slow)
-    monkeypatch.setattr(reader_module, "READ_LIMIT_S", 0.1)
     with pytest.raises(UserError, match=r"a\.mp4: finding one frame took more than 0\.1 s"):
         source.read([request(0, 35)])
+
+
+def test_a_decoder_that_hangs_or_dies_in_a_read_costs_that_clip_alone(
+    tmp_path: Path, in_the_decoder: Callable[[str], None]
+) -> None:
+    for name in ("a", "hang", "segfault", "trip", "z"):
+        make_video(tmp_path / "clips" / f"{name}.mp4", frames=20)
+    in_the_decoder(
+        """
+        path = "" if payload["opens"] is None else payload["opens"][0]
+        if path.endswith("hang.mp4"):
+            time.sleep(3600)
+        if path.endswith("segfault.mp4"):
+            ctypes.string_at(0)
+        if path.endswith("trip.mp4"):
+            raise KeyError("odd")
+        """
+    )
+    source = VideoEpisodes.open(str(tmp_path / "clips"), rate=25.0, episode_length=8, stall_s=1.5)
+    episode = {name: next(i for i, file in enumerate(source.files) if f"{name}.mp4" in file) for name in ("a", "z")}
+    bad = {Path(file).stem: number for number, file in reversed(list(enumerate(source.files)))}
+    begun = time.monotonic()
+    asked = [(episode["a"], 1), (bad["hang"], 2), (bad["segfault"], 3), (bad["trip"], 4), (episode["z"], 5)]
+    clips = source.read_each([request(*pair) for pair in [*asked, (episode["a"], 6)]])
+    assert time.monotonic() - begun < 30
+    assert [numbers(clip) if isinstance(clip, torch.Tensor) else str(clip) for clip in clips] == [
+        [1],
+        f"{tmp_path}/clips/hang.mp4: no new frame for 1.5 s, so the decoder was stopped",
+        f"{tmp_path}/clips/segfault.mp4: the decoder died (SIGSEGV)",
+        f"{tmp_path}/clips/trip.mp4: reading it failed with KeyError: 'odd'",
+        [5],
+        [6],
+    ]
+    with pytest.raises(UserError, match="the decoder died"):
+        source.read([request(episode["a"], 0), request(bad["segfault"], 0)])
+
+
+def test_the_other_clips_of_a_file_of_which_one_cannot_be_read_are_read(
+    tmp_path: Path, in_the_decoder: Callable[[str], None]
+) -> None:
+    path = make_video(tmp_path / "a.mp4", frames=40)
+    in_the_decoder("if 11 in payload['steps']: os.kill(os.getpid(), signal.SIGKILL)")
+    source = VideoEpisodes.open(str(path), rate=25.0, episode_length=8)
+    clips = source.read_each([request(0, 1, 2), request(1, 3), request(4, 7, 0)])
+    assert [numbers(clip) if isinstance(clip, torch.Tensor) else str(clip) for clip in clips] == [
+        [1, 2],
+        f"{path}: the decoder died (SIGKILL)",
+        [39, 32],
+    ]
+
+
+def test_no_decoding_process_outlives_its_source(tmp_path: Path) -> None:
+    path = make_video(tmp_path / "a.mp4", frames=5)
+    source = VideoEpisodes.open(str(path), rate=25.0, episode_length=8)
+    source.read([request(0, 1)])
+    assert source._guard is not None
+    assert source._guard._process is not None
+    process = source._guard._process.child.process
+    assert process.poll() is None
+    del source
+    assert process.poll() == -signal.SIGKILL
 
 
 def test_a_decoder_that_hangs_while_indexing_costs_its_file_alone(

@@ -250,3 +250,14 @@ def test_sources_that_give_nothing_are_refused() -> None:
 def test_sequential_draws_are_every_window_once_in_order() -> None:
     draws = SequentialDraws([2, 0, 3])
     assert listed(draws, 5, 0, 5) == [(0, 0, 0), (0, 1, 0), (2, 0, 0), (2, 1, 0), (2, 2, 0)]
+
+
+def test_weights_apart_by_any_power_are_exact_and_impossible_ones_never_arrive() -> None:
+    shares = draw_shares("ab", [1e300, 1e-300], [1, 1], meaning="by_draw")
+    assert shares[0] < 1
+    assert sum(shares) == 1
+    assert MixtureDraws("ab", [5, 5], shares, seed=0, epoch_draws=10).quotas(0) == [10, 0]
+    assert draw_shares("ab", [5e-324, 5e-324], [1, 1], meaning="by_draw") == [Fraction(1, 2)] * 2
+    for weight in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(AssertionError):
+            draw_shares("ab", [2.0, weight], [1, 1], meaning="by_draw")

@@ -164,6 +164,13 @@ def test_a_skipped_step_is_drawn_but_does_not_reach(tmp_path: Path) -> None:
     broken, row = read_exposure(tmp_path).to_pylist()
     assert (row["drawn"], row["reached"], row["frames"], row["repeats"], row["tail_repeats"]) == (3, 3, 12, 1, 1)
     assert (broken["clip_id"], broken["replaced"], broken["quarantined"], broken["reached"]) == ("broken", 1, 1, 0)
+    log.record_replaced("a", "broken")
+    log.record_dropped([("a", "x", 2)])
+    log.flush(4)
+    (summary,) = summarise(read_exposure(tmp_path), {"a": 1})
+    assert (summary["replaced"], summary["quarantined"], summary["quarantined_clips"]) == (2, 2, 1)
+    assert (summary["dropped"], summary["drawn"], summary["repeats"], summary["reached"]) == (1, 4, 2, 3)
+    assert (summary["seconds"], summary["tokens"], summary["supervised"]) == (3.0, 192, 144)
 
 
 def test_the_summary_holds_measured_shares_against_those_asked_for(tmp_path: Path) -> None:

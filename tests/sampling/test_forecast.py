@@ -59,3 +59,25 @@ def test_a_sampled_forecast_looks_at_whole_pools() -> None:
     found = forecast(plan(mode="bucket", pool_size=8, world=1), steps=3)
     assert found.steps_seen == 4
     assert found.draws == pytest.approx({"a": 0.75, "b": 0.25}, abs=0.3)
+
+
+def test_pairs_and_the_balance_of_ranks_are_those_of_the_definitions() -> None:
+    planner = plan(world=3)
+    found = forecast(planner, patch=1, multiple=5, steps=None)
+    pairs_padded, balance, balance_padded = 0, [], []
+    steps = planner.micro_steps(0)
+    for step in range(steps):
+        valid, padded = [], []
+        for rank in range(3):
+            at = planner.batch_at(0, step, rank).at
+            lengths, cells = (at.prefix + at.future).tolist(), int(at.height[0] * at.width[0])
+            capacity = -(-max(lengths) // 5) * 5
+            valid.append(sum(lengths) * cells)
+            padded.append(len(lengths) * capacity * cells)
+            pairs_padded += len(lengths) * (capacity * cells) ** 2
+        balance.append(sum(valid) / 3 / max(valid))
+        balance_padded.append(sum(padded) / 3 / max(padded))
+    assert found.pairs_padded == pytest.approx(pairs_padded / steps)
+    assert found.rank_balance == pytest.approx(sum(balance) / steps)
+    assert found.rank_balance_padded == pytest.approx(sum(balance_padded) / steps)
+    assert 0.3 < found.rank_balance < 1

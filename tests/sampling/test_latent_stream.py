@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from marey.core.latents import LatentSample
 from marey.latents.adapter import LatentAdapter
 from marey.latents.dataset import LatentDataset
 from marey.sampling.latent_stream import read_sources, train_stream, validation_stream
+from marey.sampling.planner import MicrobatchPlanner
 from marey.sampling.stream import MicrobatchSampler
 
 
@@ -124,3 +126,103 @@ def test_grouping_by_shape_names_the_source_without_height_and_width(tmp_path: P
     config = load(f"data.train={bare}", "data.val_fraction=0.3", "data.shape_bucketed_batching=false")
     stream, _ = train_stream(config, read_sources(config.data).train, world=1)
     assert stream.planner.micro_steps(0) >= 1
+
+
+def test_a_source_of_weight_zero_never_blocks(tmp_path: Path) -> None:
+    """Neither without a window nor without what the others are weighed by."""
+    good = Path(write(tmp_path, "g", 9, canvas=(4, 4)))
+    head, *rows = good.read_text().splitlines()
+    good.write_text("\n".join([f"{head},fps", *(f"{row},2" for row in rows)]) + "\n")
+    short = write(tmp_path, "s", 3, canvas=(4, 4), frames=3)
+    config = load(
+        f"data.sources=[{{name: g, manifest: {good}}}, {{name: s, manifest: {short}, weight: 0}}]",
+        "data.weights=by_hours",
+        "data.val_fraction=0.3",
+    )
+    stream, shares = train_stream(config, read_sources(config.data).train, world=1)
+    assert shares == [1, 0]
+    assert {request.source for m in range(2) for request in stream.requests(0, m, 0)} == {"g"}
+
+
+@pytest.mark.parametrize(
+    ("program", "column", "room"),
+    [
+        ("prefix_suffix", "start", "at most 3 latent frames and"),
+        ("chunked_conditioned", None, "at most 8 latent frames"),
+    ],
+)
+def test_a_source_without_a_window_says_how_much_room_its_clips_leave(
+    tmp_path: Path, program: str, column: str | None, room: str
+) -> None:
+    path = Path(write(tmp_path, "a", 9, canvas=(4, 4)))
+    if column:
+        head, *rows = path.read_text().splitlines()
+        path.write_text("\n".join([f"{head},{column}", *(f"{row},6" for row in rows)]) + "\n")
+    config = load(
+        f"data.train={path}",
+        "data.val_fraction=0.3",
+        f"program.name={program}",
+        "data.batching.mode=strict",
+        "data.buckets=[[2,7]]",
+    )
+    with pytest.raises(UserError, match=room) as refused:
+        train_stream(config, read_sources(config.data).train, world=1)
+    assert ("after the condition frame" in str(refused.value)) == (program == "chunked_conditioned")
+    assert "the shortest bucket needs 9" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ("data.window_stride=3", lambda p: [s.stride for s in p.windows.sources], [3, 3]),
+        ("data.buckets=[[2,2],[1,3]]", lambda p: p.windows.sources[0].geometry.buckets, ((1, 3), (2, 2))),
+        ("data.epoch_draws=17", lambda p: p.draws.epoch_draws, 17),
+        ("data.train_batch_size=3", lambda p: p.batch, 3),
+        ("accumulate_grad_batches=2", lambda p: p.accumulate, 2),
+        ("data.batching.drop_last_train=false", lambda p: p.tail, "repeat"),
+        ("data.batching.bucket_pool_size=7", lambda p: p.pooled, 3),
+        ("data.batching.mode=packed", lambda p: p.pooled, 1),
+        ("data.shape_bucketed_batching=false", lambda p: p.shape_grouping, False),
+    ],
+)
+def test_what_the_configuration_says_of_sampling_reaches_the_plan(
+    tmp_path: Path, override: str, read: Any, value: object
+) -> None:
+    def planned(*overrides: str) -> MicrobatchPlanner:
+        config = mixture(tmp_path, "data.val_fraction=0.2", *overrides)
+        return train_stream(config, read_sources(config.data).train, world=2)[0].planner
+
+    assert read(planned(override)) == value
+    assert read(planned()) != value
+
+
+@pytest.mark.parametrize("override", ["seed=1", "data.batching.bucket_order=sorted", "data.on_bad_clip=replace"])
+def test_seed_order_and_replacements_reach_the_requests(tmp_path: Path, override: str) -> None:
+    def asked(*overrides: str) -> list[Any]:
+        config = mixture(tmp_path, "data.val_fraction=0.2", *overrides)
+        stream, _ = train_stream(config, read_sources(config.data).train, world=1)
+        return list(MicrobatchSampler(stream, epoch=0, rank=0))
+
+    assert asked(override) != asked()
+    assert any(request.alternates for batch in asked("data.on_bad_clip=replace") for request in batch)
+
+
+def test_the_held_out_side_is_the_share_that_was_asked_for(tmp_path: Path) -> None:
+    sources = read_sources(mixture(tmp_path, "data.val_fraction=0.2").data)
+    train, val = (sum(len(source.manifest) for source in side) for side in sources)
+    assert train + val == 50
+    assert 3 <= val <= 17
+
+
+@pytest.mark.parametrize("column", [True, False])
+def test_a_clip_without_text_is_refused_when_the_manifest_is_read(tmp_path: Path, column: bool) -> None:
+    path = Path(write(tmp_path, "t", 9, canvas=(4, 4)))
+    if column:
+        head, *rows = path.read_text().splitlines()
+        texts = [",push" if i != 4 else ", " for i in range(9)]
+        path.write_text("\n".join([f"{head},text", *map(str.__add__, rows, texts)]) + "\n")
+    row, clip = (5, "t4") if column else (1, "t0")
+    options = (f"data.train={path}", "data.val_fraction=0.3")
+    read_sources(load(*options).data)
+    with pytest.raises(UserError, match=rf"t.csv, row {row}, column text: clip {clip} has no text"):
+        read_sources(load(*options, "data.text_conditioning=task_prompt").data)

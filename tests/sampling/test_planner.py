@@ -145,9 +145,7 @@ def test_buckets_pool_each_rank_s_own_part_and_sort_it_by_length() -> None:
             steps = [plan.batch_at(0, 3 * pool + i, rank) for i in range(3)]
             positions = {int(p) for b in steps for p in b.position}
             assert positions == {m * 8 + rank * 4 + i for m in range(3 * pool, 3 * pool + 3) for i in range(4)}
-            lengths = np.concatenate(
-                [b.at.height * 10**6 + b.at.width * 1000 + b.at.prefix + b.at.future for b in steps]
-            )
+            lengths = np.concatenate([b.at.prefix + b.at.future for b in steps])
             assert (np.diff(lengths) >= 0).all()
 
 
@@ -282,3 +280,53 @@ def test_measured_shares_are_the_weights_asked_for() -> None:
     plan = MicrobatchPlanner(draws, at, seed=0, world=2, batch=5, mode="bucket", pool_size=50)
     counted = Counter(int(s) for step in every(plan) for b in step for s in b.source)
     assert counted == {0: 300, 1: 100}
+
+
+@pytest.mark.parametrize(("batch", "grouping"), [(4, False), (1, True), (4, True)])
+def test_pools_go_by_length_alone_unless_grouping_by_shape_is_asked_for(batch: int, grouping: bool) -> None:
+    plan = planner(
+        windows(),
+        epoch_draws=40,
+        batch=batch,
+        mode="bucket",
+        pool_size=999,
+        bucket_order="sorted",
+        shape_grouping=grouping,
+    )
+    steps = [b for [b] in every(plan)]
+    lengths = np.concatenate([b.at.prefix + b.at.future for b in steps])
+    canvases = np.concatenate([b.at.height * 1000 + b.at.width for b in steps])
+    assert (np.diff(canvases) >= 0).all() == grouping
+    assert (np.diff(lengths) >= 0).all() != grouping
+    assert (np.diff(canvases * 1000 + lengths) >= 0).all() == grouping
+
+
+@pytest.mark.parametrize("mode", ["strict", "padded", "bucket", "packed"])
+@pytest.mark.parametrize("grouping", [False, True])
+def test_eight_ranks_share_three_windows_by_counted_repeats_or_refuse(mode: str, grouping: bool) -> None:
+    def three() -> WindowTable:
+        return WindowTable([source("a", [4, 4, 4], canvases=[(4, 4)] * 3)])
+
+    options = {"world": 8, "batch": 2, "mode": mode, "shape_grouping": grouping, "pool_size": 100}
+    plan = planner(three(), tail="repeat", **options)
+    assert plan.counts(0) == (3, 0, 13, 16, 1)
+    (ranks,) = every(plan)
+    assert [len(set(batch.window.tolist())) for batch in ranks] == [2] * 8
+    placed = Counter(int(r) for batch in ranks for r in batch.repeat)
+    assert placed == {0: 3, 1: 3, 2: 3, 3: 3, 4: 3, 5: 1}
+    with pytest.raises(UserError, match=r"data.epoch_draws=3 does not fill one optimizer step of 16 .*drop_last_train"):
+        planner(three(), **options)
+
+
+def test_one_draw_fills_a_batch_by_repeating_itself() -> None:
+    plan = planner(windows(), epoch_draws=1, batch=4, tail="repeat", mode="bucket", pool_size=2)
+    ((batch,),) = every(plan)
+    assert (batch.position.tolist(), batch.repeat.tolist()) == ([0, 0, 0, 0], [0, 1, 2, 3])
+    assert plan.counts(0) == (1, 0, 3, 4, 1)
+
+
+def test_equal_window_numbers_of_two_sources_are_not_repeats() -> None:
+    plan = planner(table(a=[4, 4, 4], b=[4, 4, 4]), batch=2, mode="bucket", pool_size=6, bucket_order="sorted")
+    epochs = [[batch for [batch] in every(plan, epoch)] for epoch in range(9)]
+    assert all([batch.position.tolist() for batch in steps] == [[0, 1], [2, 3], [4, 5]] for steps in epochs)
+    assert any(batch.window[0] == batch.window[1] for steps in epochs for batch in steps)

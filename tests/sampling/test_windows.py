@@ -95,3 +95,16 @@ def test_a_mixture_locates_in_each_source_and_refuses_equal_names() -> None:
 def test_grouping_by_canvas_without_height_and_width_names_the_source() -> None:
     with pytest.raises(UserError, match=r"a.csv: source a has no columns height and width"):
         table(a=[9]).require_canvas(why="data.shape_bucketed_batching=true")
+
+
+def test_a_source_of_weight_zero_is_not_asked_what_it_holds() -> None:
+    windows = WindowTable([source("a", [9], fps=2.0), source("b", [9])])
+    assert windows.weighing("by_hours", patch=1, weights=[1.0, 0.0])[1] == 0
+    with pytest.raises(UserError, match="which source b"):
+        windows.weighing("by_hours", patch=1, weights=[1.0, 0.5])
+
+
+def test_the_room_of_a_source_is_what_its_longest_clip_has_left() -> None:
+    assert source("a", [5, 9, 7], starts=[0, 6, 1]).longest_room == 6
+    assert source("a", [5, 9, 7], lead=1).longest_room == 8
+    assert source("a", []).longest_room == 0

@@ -16,6 +16,7 @@ import torch
 
 from marey.config.compose import load_config
 from marey.config.schema import EncoderConfig
+from marey.training.again import Again
 
 EPISODES, FRAMES, SIDE = 24, 10, 40
 SMALL = (
@@ -100,6 +101,7 @@ def train(small: Callable[..., EncoderConfig], tmp_path: Path) -> Callable[..., 
             checkpoint_dir=kept,
             differences=["seed=1 (recipe: 0)"],
             command=["marey", "train", *overrides],
+            again=Again(program=["marey", "train"], overrides=overrides, folder=tmp_path, run_dir=folder),
             say=lines.append,
         )
         return Finished(folder, kept, lines, newest)

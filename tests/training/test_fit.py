@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,10 +168,19 @@ def test_a_skipped_step_changes_neither_weights_nor_statistics(train: Train, mon
     assert json.loads((done.folder / "receipt.json").read_text())["consumed"]["skipped_steps"] == 1
 
 
-def test_skipping_without_end_is_given_up(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    Poison(monkeypatch, set(range(1, 100)))
-    with pytest.raises(UserError, match="11 optimizer steps in a row are not finite"):
-        train("run", "trainer.max_steps=20", "on_nonfinite=skip")
+@pytest.mark.parametrize(
+    ("steps", "limit", "sentence"),
+    [
+        (range(1, 100), "max_skipped_in_a_row=2", "3 optimizer steps in a row are not finite, the last at step 3, and"),
+        ((1, 3, 5), "max_skipped_steps=2", r"3 optimizer steps are not finite, the last at step 5, and max_skipped_s"),
+    ],
+)
+def test_skipping_without_end_is_given_up(
+    train: Train, monkeypatch: pytest.MonkeyPatch, steps: Any, limit: str, sentence: str
+) -> None:
+    Poison(monkeypatch, set(steps))
+    with pytest.raises(UserError, match=sentence):
+        train("run", "trainer.max_steps=20", "on_nonfinite=skip", limit)
 
 
 def test_weight_decay_follows_its_schedule(train: Train) -> None:
@@ -180,23 +191,6 @@ def test_weight_decay_follows_its_schedule(train: Train) -> None:
     )
     groups = done.checkpoint()["optimizer_states"][0]["param_groups"]
     assert [group["weight_decay"] for group in groups] == [pytest.approx(0.3), 0.0]
-
-
-def test_a_stop_request_finishes_the_step_saves_and_returns(train: Train) -> None:
-    pid = os.getpid()
-    before = signal.getsignal(signal.SIGTERM)
-    killer = subprocess.Popen([sys.executable, "-c", f"import time, os; time.sleep(3); os.kill({pid}, 15)"])
-    done = train(
-        "run", "trainer.max_steps=-1", "trainer.max_epochs=-1", "trainer.min_steps=100000", "accumulate_grad_batches=3"
-    )
-    killer.wait()
-    receipt = json.loads((done.folder / "receipt.json").read_text())
-    about = done.checkpoint()["marey"]
-    assert receipt["status"] == "stopped on request"
-    assert about["micro_step"] % 3 == 0
-    assert about["step"] == receipt["consumed"]["optimizer_steps"] == int(done.rows()[-1]["step"])
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert any(line.startswith("SIGTERM: finishing this step") for line in done.lines)
 
 
 def test_a_second_request_stops_at_once_and_says_what_is_lost(
@@ -223,62 +217,73 @@ def command(store: Path, *overrides: str) -> list[str]:
     return [sys.executable, str(Path(__file__).parents[2] / "main.py"), *SMALL, f"data.train={store}", *overrides]
 
 
-def test_two_ranks_are_one_process_with_twice_the_batch(store: Path, tmp_path: Path, train: Train) -> None:
+def close(ours: dict[str, Any], theirs: dict[str, Any], keys: tuple[str, ...]) -> None:
+    for key in keys:
+        for name, tensor in ours[key].items():
+            torch.testing.assert_close(theirs[key][name], tensor, rtol=0, atol=1e-10)
+
+
+def test_two_ranks_go_on_with_one_process_of_twice_the_batch_and_back(
+    store: Path, tmp_path: Path, train: Train
+) -> None:
     shared = (
-        "trainer.max_steps=3",
         "accumulate_grad_batches=2",
         "projector.norm_group=2",
         "trainer.precision=64-true",
         "ema.dtype=float64",
         "trainer.log_every_n_steps=1",
         "trainer.accelerator=cpu",
+        "checkpoint.every_n_train_steps=1",
     )
-    alone = train("alone", *shared, "loader.batch_size=4")
+    alone = train("alone", *shared, "trainer.max_steps=6")
     run, kept = tmp_path / "two", tmp_path / "kept"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    shutil.copytree(alone.folder, run)  # as one process left it, six steps on
     done = subprocess.run(
         command(
             store,
             *shared,
+            "trainer.max_steps=4",
             "loader.batch_size=2",
             "trainer.devices=2",
             "trainer.strategy=ddp",
+            f"resume.ckpt_path={alone.checkpoints}/epoch-0000-step-0000001.ckpt",
+            "resume.weights_only=false",
             f"hydra.run.dir={run}",
             f"checkpoint.dirpath={kept}",
         ),
         capture_output=True,
         text=True,
         timeout=240,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     two = Finished(run, kept, done.stdout.splitlines(), None)
-    ours, theirs = alone.checkpoint(), two.checkpoint()
-    assert theirs["marey"]["world_size"] == 2
-    assert theirs["marey"]["statistic_batch"] == 4
-    for key in ("state_dict", "state_dict_ema"):
-        for name, tensor in ours[key].items():
-            torch.testing.assert_close(theirs[key][name], tensor, rtol=0, atol=1e-10)
-    for one, other in zip(alone.rows(), two.rows(), strict=True):
+    ours, theirs = alone.checkpoint("epoch-0001-step-0000004.ckpt"), two.checkpoint()
+    assert (theirs["marey"]["world_size"], theirs["marey"]["statistic_batch"]) == (2, 4)
+    close(ours, theirs, ("state_dict", "state_dict_ema"))
+    assert [row["step"] for row in two.rows()] == ["1", "2", "3", "4"]
+    for one, other in zip(alone.rows(), two.rows(), strict=False):
         assert one["clips_seen"] == other["clips_seen"]
         assert float(one["train/loss"]) == pytest.approx(float(other["train/loss"]), rel=1e-10)
     assert done.stdout.count("optimizer steps per epoch") == 1  # rank 1 says nothing
-    # The same batches on another number of ranks are the same experiment, within rounding.
+    (note,) = (line for line in two.lines if line.startswith("note          harmless changes since the checkpoint: "))
+    assert "; loader.batch_size: 4 -> 2; " in note
     moved = train(
         "moved",
         *shared,
-        "loader.batch_size=4",
-        "trainer.max_steps=4",
+        "trainer.max_steps=6",
         f"resume.ckpt_path={kept / 'last.ckpt'}",
         "resume.weights_only=false",
     )
+    close(alone.checkpoint(), moved.checkpoint(), ("state_dict", "state_dict_ema"))
     receipt = json.loads((moved.folder / "receipt.json").read_text())
     assert receipt["resumed_from"]["allowed_changes"] == []
     assert receipt["resumed_from"]["notes"] == [
         "written by 2 ranks, continued by 1: equal within rounding, not bit by bit"
     ]
+    assert [attempt["world_size"] for attempt in receipt["attempts"]] == [1, 2, 1]
 
 
 ONE_RANK_REFUSES = """
@@ -333,31 +338,24 @@ def test_what_only_one_rank_refuses_is_said_by_rank_0_and_the_receipt(store: Pat
     assert receipt["how_it_ended"] == "rank 1: the disk of this rank is gone; look at it"
 
 
-def test_ctrl_c_in_a_terminal_ends_with_zero_and_everything_saved(store: Path, tmp_path: Path) -> None:
-    run, kept = tmp_path / "run", tmp_path / "kept"
+def stopped_by(words: list[str], run: Path, number: signal.Signals, *, rows: int, **where: Any) -> str:
+    """Start ``words``, signal their whole process group once ``rows`` steps are logged; what was printed."""
     process = subprocess.Popen(
-        command(
-            store,
-            "trainer.max_steps=-1",
-            "trainer.max_epochs=-1",
-            "loader.num_workers=1",
-            f"hydra.run.dir={run}",
-            f"checkpoint.dirpath={kept}",
-        ),
+        words,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        cwd=tmp_path,
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        **where,
     )
     try:
         deadline = time.monotonic() + 200
-        while not (run / "metrics.csv").exists() or (run / "metrics.csv").read_text().count("\n") < 3:
+        while not (run / "metrics.csv").exists() or (run / "metrics.csv").read_text().count("\n") <= rows:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group, workers included
+        os.killpg(process.pid, number)  # a terminal and a scheduler send it to all, workers included
         out, errors = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
@@ -365,8 +363,24 @@ def test_ctrl_c_in_a_terminal_ends_with_zero_and_everything_saved(store: Path, t
     assert process.returncode == 0, errors
     assert "Traceback" not in errors
     assert "stopped on request after" in out
-    assert json.loads((run / "receipt.json").read_text())["status"] == "stopped on request"
-    assert torch.load(kept / "last.ckpt", weights_only=True)["marey"]["step"] > 0
+    return out
+
+
+def test_a_stop_of_all_processes_ends_with_zero_and_the_printed_command_goes_on(store: Path, tmp_path: Path) -> None:
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    endless = ("trainer.max_steps=-1", "trainer.max_epochs=-1", "loader.num_workers=1")
+    words = command(store, *endless, f"hydra.run.dir={run}", f"checkpoint.dirpath={kept}")
+    out = stopped_by(words, run, signal.SIGINT, rows=2, cwd=tmp_path)
+    first = torch.load(kept / "last.ckpt", weights_only=True)["marey"]["step"]
+    typed = out.rstrip().splitlines()[-1].strip()
+    (run / "metrics.csv").unlink()
+    cd, folder, and_then, *typed_words = shlex.split(typed)  # a shell in between would die of the signal itself
+    assert (cd, and_then) == ("cd", "&&")
+    stopped_by(typed_words, run, signal.SIGUSR1, rows=2, cwd=folder)
+    attempts = json.loads((run / "receipt.json").read_text())["attempts"]
+    assert [attempt["status"] for attempt in attempts] == ["stopped on request"] * 2
+    assert attempts[1]["from_step"] == attempts[0]["to_step"] == first > 0
+    assert torch.load(kept / "last.ckpt", weights_only=True)["marey"]["step"] == attempts[1]["to_step"] > first
 
 
 @pytest.mark.parametrize(("devices", "count"), [("3", 3), ("'0,1'", 2), ("[0,1,2]", 3), ("'2'", 2)])

@@ -8,13 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lance
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from marey.config.schema import EncoderConfig
 from marey.core.errors import UserError
 from marey.training.metrics import TIME_COLUMNS
+from marey.training.module import TrainingModule
 from marey.training.run import check
+from marey.training.verify import tree_differences
 
 from .conftest import Finished, write_store
 
@@ -29,17 +33,8 @@ RUN = (
 )
 
 
-def differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """Paths at which two checkpoints differ: plain values by ==, tensors bit by bit."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        same = a.dtype == b.dtype and torch.equal(a, b)
-        return [] if same else [where]
-    if isinstance(a, dict) and isinstance(b, dict):
-        missing = [f"{where}.{key}" for key in a.keys() ^ b.keys()]
-        return missing + [d for key in a.keys() & b.keys() for d in differences(a[key], b[key], f"{where}.{key}")]
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        return [d for i, (x, y) in enumerate(zip(a, b, strict=True)) for d in differences(x, y, f"{where}[{i}]")]
-    return [] if a == b else [f"{where}: {a!r} != {b!r}"]
+def differences(a: Any, b: Any) -> list[str]:
+    return list(tree_differences(a, b))
 
 
 def experiment(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -66,32 +61,6 @@ def rows_after(done: Finished, step: int) -> list[dict[str, str]]:
 def resume(train: Train, name: str, whole: Finished, step: int, *overrides: str) -> Finished:
     path = next(whole.checkpoints.glob(f"*-step-{step:07d}.ckpt"))
     return train(name, *overrides, f"resume.ckpt_path={path}", "resume.weights_only=false")
-
-
-def test_resuming_at_every_step_equals_never_stopping(train: Train) -> None:
-    whole = train("whole", *RUN)
-    assert len(rows_after(whole, 0)) == 4  # steps 1, 4, 8 and the last
-    for step in range(1, 10):
-        again = resume(train, f"from-{step}", whole, step, *RUN)
-        assert differences(experiment(whole.checkpoint()), experiment(again.checkpoint())) == []
-        assert rows_after(again, 0) == rows_after(whole, step)
-
-
-def test_a_second_resume_from_the_end_of_an_epoch_equals_never_stopping(train: Train) -> None:
-    whole = train("whole", *RUN)
-    first = resume(train, "first", whole, 3, *RUN, "trainer.max_steps=6")
-    second = resume(train, "second", first, 6, *RUN)
-    assert differences(experiment(whole.checkpoint()), experiment(second.checkpoint())) == []
-    assert rows_after(second, 0) == rows_after(whole, 6)
-
-
-def test_float64_weights_survive_a_resume_bit_by_bit_whatever_the_workers(train: Train) -> None:
-    exact = (*RUN, "trainer.precision=64-true", "ema.dtype=float64", "loader.micro_batch_size=2")
-    whole = train("whole", *exact, "trainer.max_steps=6")
-    workers = ("loader.num_workers=2", "loader.persistent_workers=false", "trainer.max_steps=6")
-    again = resume(train, "again", whole, 2, *exact, *workers)
-    assert whole.checkpoint()["state_dict"]["encoder.norm.weight"].dtype == torch.float64
-    assert differences(experiment(whole.checkpoint()), experiment(again.checkpoint())) == []
 
 
 def test_validation_changes_nothing_in_training(train: Train) -> None:
@@ -242,6 +211,56 @@ def test_data_that_changed_is_not_resumed_on(train: Train, tmp_path: Path) -> No
     write_store(tmp_path / "data.lance", episodes=8, frames=11)
     with pytest.raises(UserError, match=r"data\.lance\) has changed: version was"):
         resume(train, "again", whole, 1, *there)
+
+
+def test_a_store_that_changes_under_a_run_is_not_read_and_stops_its_resume(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data.lance"
+    write_store(path, episodes=8)
+    there = (*RUN, f"data.train={path}", "loader.clips_per_video=3")
+    whole = train("whole", *there, "trainer.max_steps=4")
+    original = TrainingModule.training_step
+
+    def step(module: TrainingModule, batch: Any, batch_idx: int) -> Any:
+        if module.global_step == 1 and lance.dataset(str(path)).version == 1:
+            lance.dataset(str(path)).delete("episode_idx < 2")
+        return original(module, batch, batch_idx)
+
+    monkeypatch.setattr(TrainingModule, "training_step", step)
+    changed = train("changed", *there, "trainer.max_steps=4")
+    assert lance.dataset(str(path)).version == 2
+    assert differences(whole.checkpoint()["state_dict"], changed.checkpoint()["state_dict"]) == []
+    with pytest.raises(UserError, match=r"data\.lance\) has changed: version was 1-.* and is 2-"):
+        resume(train, "again", changed, 2, *there)
+
+
+def test_harmless_changes_are_listed(train: Train) -> None:
+    whole = train("whole", *RUN, "trainer.max_steps=2")
+    again = resume(train, "again", whole, 1, *RUN, "trainer.max_steps=2", "trainer.log_every_n_steps=1")
+    said = json.loads((again.folder / "receipt.json").read_text())["resumed_from"]
+    assert said["harmless_changes"] == ["trainer.log_every_n_steps: 4 -> 1"]
+    assert said["allowed_changes"] == []
+    line = "note          harmless changes since the checkpoint: trainer.log_every_n_steps: 4 -> 1"
+    assert line in again.lines
+
+
+def test_what_an_abandoned_future_left_is_cut(train: Train) -> None:
+    whole = train("whole", *RUN, "trainer.logger=true", "trainer.max_steps=4")
+    again = resume(train, "whole", whole, 2, *RUN, "trainer.logger=true", "trainer.max_steps=3")
+    assert sorted(path.stem for path in (again.folder / "exposure").iterdir()) == [
+        f"step-{step:07d}" for step in (1, 2, 3)
+    ]
+    receipt = json.loads((again.folder / "receipt.json").read_text())
+    assert [(entry["step"], entry.get("abandoned")) for entry in receipt["checkpoints"]] == [
+        (4, True),
+        (1, None),
+        (2, None),
+        (3, None),
+    ]
+    events = EventAccumulator(str(again.folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 3]
 
 
 def test_weights_alone_start_a_new_run(train: Train) -> None:

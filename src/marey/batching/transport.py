@@ -174,7 +174,9 @@ def collate(samples: Sequence[LatentSample], *, mode: Mode, pad_to_multiple_of: 
     has_text = _present(
         samples, "text", "give every clip a text, or set data.text_conditioning=disabled for the whole run"
     )
-    has_condition = _present(samples, "condition_latent", "store the condition frame of every clip, or of none")
+    has_condition = _present(
+        samples, "condition_latent", "read every window of a batch with its condition frame, or none"
+    )
 
     lengths = tuple(sample.valid_frames for sample in samples)
     prefixes = tuple(sample.prefix_frames for sample in samples)

@@ -127,7 +127,9 @@ class CodecConfig(Section):
     """Turns frames into latents when the data is a frame store; manifests hold latents already."""
 
     name: str = Field(description="patch, wan, encoder, or a registered one")
-    options: dict[str, str | int | float | bool | None] = Field(description="the codec's own keywords")
+    options: dict[str, str | int | float | bool | None] | None = Field(
+        description="the codec's own keywords, as in '{patch: 8}'; null takes its defaults"
+    )
 
 
 class LatentDataConfig(Section):
@@ -275,6 +277,12 @@ class CausalConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = Field(
         description="a loss or gradient that is not finite: stop the run, or skip the optimizer step and count it"
     )
+    max_skipped_in_a_row: NonNegativeInt | None = Field(
+        description="on_nonfinite=skip: more skipped optimizer steps in a row than this end the run; null: no bound"
+    )
+    max_skipped_steps: NonNegativeInt | None = Field(
+        description="on_nonfinite=skip: more skipped optimizer steps in all than this end the run; null: no bound"
+    )
     trainer: TrainerConfig
     data: LatentDataConfig
     wandb: WandbConfig
@@ -303,6 +311,12 @@ class CausalConfig(Section):
             raise ValueError(
                 f"program.text_dropout={self.program.text_dropout} has no text to drop; set "
                 "data.text_conditioning=task_prompt or program.text_dropout=0"
+            )
+        pad = self.data.batching.pad_to_multiple_of
+        if pad > 1 and pad % self.model.patch_t:
+            raise ValueError(
+                f"data.batching.pad_to_multiple_of={pad} frames do not divide by model.patch_t={self.model.patch_t}; "
+                "use a multiple of it, or 1"
             )
         odd = [b for b in self.data.buckets if b[0] % self.model.patch_t or b[1] % self.model.patch_t]
         if odd:

@@ -68,7 +68,8 @@ def compose_job(
         with open_dict(composed):
             del composed["hydra"]  # parts of it have values only in a run
         return to_plain(composed), changes_folder
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
+        # Hydra has the last three for overrides of its own groups that are no group, as hydra=null.
         raise UserError(explain(error, overrides, config_name=config_name)) from error
 
 

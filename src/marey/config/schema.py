@@ -25,7 +25,7 @@ LIMIT = "micro-steps of an epoch as a whole number, or a share of them from 0.0 
 class Section(BaseModel):
     """A node of the configuration: unknown keys are refused, values keep their kind (an int may be a float)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class LoaderConfig(Section):
@@ -372,6 +372,12 @@ class EncoderConfig(Section):
     resume: ResumeConfig
     on_nonfinite: Literal["stop", "skip"] = Field(
         description="a loss or gradient that is not finite: stop the run, or skip the optimizer step and count it"
+    )
+    max_skipped_in_a_row: NonNegativeInt | None = Field(
+        description="on_nonfinite=skip: more skipped optimizer steps in a row than this end the run; null: no bound"
+    )
+    max_skipped_steps: NonNegativeInt | None = Field(
+        description="on_nonfinite=skip: more skipped optimizer steps in all than this end the run; null: no bound"
     )
     trainer: TrainerConfig
     data: DataConfig

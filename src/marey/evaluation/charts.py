@@ -19,6 +19,10 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     colour: str = "series-1"
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+    """Lowest and highest of what each point stands for, drawn behind the curve."""
+    dots: bool = False
+    """Points alone, no line between them."""
 
 
 def ticks(low: float, high: float, *, about: int = 5) -> list[float]:
@@ -37,12 +41,17 @@ def ticks(low: float, high: float, *, about: int = 5) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Short text for a tick or a caption: no trailing zeros, thousands separated."""
-    if value == 0:
+    """Short text for a tick or a caption: no trailing zeros, ``1,500``, ``30k``, ``2M``, ``5e-4``."""
+    size = abs(value)
+    if size == 0:
         return "0"
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+    if size >= 1e12 or size < 1e-2:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    for power, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= power:
+            return f"{value / (1e3 if unit == 'k' else power):.4g}{unit}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
 
 
 def line_chart(
@@ -53,10 +62,12 @@ def line_chart(
     y_label: str,
     from_zero: bool = False,
     reference: tuple[float, str] | None = None,
+    marks: Sequence[float] = (),
 ) -> str:
     """An ``<svg>`` with axes, labels and a text alternative; points that are not finite leave a gap.
 
-    reference: a horizontal line at a value, with its caption. Raises ValueError when no point is finite.
+    reference: a horizontal line at a value, with its caption. marks: upright lines at these x, where they fall
+    within the curves. Raises ValueError when no point is finite.
     """
     points = [
         (x, y) for line in lines for x, y in zip(line.x, line.y, strict=True) if math.isfinite(x) and math.isfinite(y)
@@ -64,6 +75,8 @@ def line_chart(
     if not points:
         raise ValueError(f"chart {title!r}: no finite point to draw")
     xs, ys = [p[0] for p in points], [p[1] for p in points]
+    for line in lines:
+        ys += [y for side in line.band or () for y in side if math.isfinite(y)]
     if reference is not None:
         ys = [*ys, reference[0]]
     x_ticks = ticks(min(xs), max(xs))
@@ -96,21 +109,28 @@ def line_chart(
     )
     middle = (TOP + HEIGHT - BOTTOM) / 2
     parts.append(
-        f'<text class="label" transform="translate(14 {middle:.0f}) rotate(-90)" '
+        f'<text class="label" transform="translate(11 {middle:.0f}) rotate(-90)" '
         f'text-anchor="middle">{escape(y_label)}</text>'
     )
     if reference is not None:
         y = place_y(reference[0])
         parts.append(f'<line class="reference" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{WIDTH - RIGHT}" y="{y - 6:.1f}" text-anchor="end">{escape(reference[1])}</text>')
+    for value in marks:
+        if x_low < value < x_high:
+            x = place_x(value)
+            parts.append(f'<line class="mark-line" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
     for line in lines:
+        for area in _areas(line):
+            outline = " ".join(f"{place_x(x):.1f},{place_y(y):.1f}" for x, y in area)
+            parts.append(f'<polygon class="band" points="{outline}" style="fill:var(--{line.colour})"/>')
         for run in _runs(line):
             path = " ".join(f"{place_x(x):.1f},{place_y(y):.1f}" for x, y in run)
-            if len(run) == 1:
-                x, y = run[0]
-                parts.append(
+            if len(run) == 1 or line.dots:
+                parts += [
                     f'<circle cx="{place_x(x):.1f}" cy="{place_y(y):.1f}" r="3" style="fill:var(--{line.colour})"/>'
-                )
+                    for x, y in run
+                ]
             else:
                 parts.append(f'<polyline class="curve" points="{path}" style="stroke:var(--{line.colour})"/>')
     parts.append("</svg>")
@@ -130,6 +150,24 @@ def _runs(line: Line) -> list[list[tuple[float, float]]]:
         elif runs[-1]:
             runs.append([])
     return [run for run in runs if run]
+
+
+def _areas(line: Line) -> list[list[tuple[float, float]]]:
+    """The band of each unbroken stretch, once around."""
+    if line.band is None:
+        return []
+    areas: list[list[tuple[float, float]]] = []
+    upper: list[tuple[float, float]] = []
+    lower: list[tuple[float, float]] = []
+    for x, low, high in zip([*line.x, math.nan], [*line.band[0], math.nan], [*line.band[1], math.nan], strict=True):
+        if all(map(math.isfinite, (x, low, high))):
+            upper.append((x, high))
+            lower.append((x, low))
+            continue
+        if len(upper) > 1:
+            areas.append([*upper, *reversed(lower)])
+        upper, lower = [], []
+    return areas
 
 
 def _spoken(lines: Sequence[Line], title: str) -> str:

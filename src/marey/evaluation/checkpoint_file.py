@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import pickle
+import struct
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from marey.core.errors import UserError
+from marey.core.files import read_seal, seal_holds
 from marey.evaluation.run_folder import read_receipt
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _OLD_TORCH_MAGIC = b"\x80\x02\x8a\nl\xfc\x9c"
+# What reading a file that is not what it should be can raise.
+_UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    struct.error,
+)
 
 
 def is_safetensors(path: Path) -> bool:
@@ -29,7 +48,10 @@ def is_safetensors(path: Path) -> bool:
 def read_archive(path: Path) -> Any:
     """Whatever ``torch.save`` wrote, tensors mapped from disk on demand; executes nothing of the file.
 
-    Raises UserError: missing, a folder, a safetensors file, not written by ``torch.save``, damaged, or
+    A file that carries the seal of `marey train` is checked against it, byte for byte; ``sealed`` says whether it
+    does.
+
+    Raises UserError: missing, a folder, empty, a safetensors file, not written by ``torch.save``, damaged, or
     holding Python objects that only executing code could rebuild.
     """
     if not path.exists():
@@ -39,6 +61,8 @@ def read_archive(path: Path) -> Any:
         found = next((files for place in places if (files := sorted(path.glob(place)))), [])
         hint = f"try {found[-1]}" if found else _hint_of_run(path)
         raise UserError(f"{path} is a folder, a checkpoint file is needed; {hint}")
+    if path.stat().st_size == 0:
+        raise UserError(f"{path} is empty; give a .ckpt file written by `marey train`")
     if is_safetensors(path):
         raise UserError(
             f"{path} is a safetensors file, which holds weights without the configuration and preprocessing "
@@ -52,16 +76,43 @@ def read_archive(path: Path) -> Any:
     if not zipfile.is_zipfile(path):
         raise UserError(f"{path} is damaged: the file ends before its index; copy it again or give another checkpoint")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path} holds Python objects beside tensors and plain values, and rebuilding them would execute "
-            "code from the file; it was not loaded: give a checkpoint written by `marey train`, or ask its "
-            "author for the weights alone"
-        ) from error
-    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        damaged = read_seal(path) is not None and not seal_holds(path)
+        content = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except _UNREADABLE as error:
+        text = str(error).strip()
+        if isinstance(error, pickle.UnpicklingError) and ("nsupported global" in text or "nsupported class" in text):
+            raise UserError(
+                f"{path} holds Python objects beside tensors and plain values, and rebuilding them would execute "
+                "code from the file; it was not loaded: give a checkpoint written by `marey train`, or ask its "
+                "author for the weights alone"
+            ) from error
+        reason = text.splitlines()[0][:120] if text else type(error).__name__
         raise UserError(f"{path} cannot be read as a PyTorch checkpoint ({reason}); give another one") from error
+    if damaged:
+        raise UserError(
+            f"{path} is damaged: its content is not what was written (its SHA-256 does not match); copy it again or "
+            "give another checkpoint"
+        )
+    return content
+
+
+def sealed(path: Path) -> bool:
+    """Whether the file ends with the seal of `marey train`: written to its end, and checked whenever it is read."""
+    return read_seal(path) is not None
+
+
+def weights_hash(state: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of the tensors of a state dictionary, by name: the name, dtype, shape and bytes of each.
+
+    Equal for two runs that end with the same weights, bit for bit, whenever and wherever they were trained.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name]
+        if isinstance(tensor, torch.Tensor):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _hint_of_run(folder: Path) -> str:

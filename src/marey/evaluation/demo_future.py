@@ -1,6 +1,6 @@
 """The demonstration's second act: small latents of its clips, and the future that a small predictor gives them.
 
-Legend: T frames, S the side of a small frame in pixels.
+Legend: T frames.
 """
 
 from __future__ import annotations
@@ -12,62 +12,30 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from marey.core.errors import UserError
 from marey.evaluation.codec_record import record_codec
-from marey.evaluation.films import moving_uri, side_by_side
-from marey.evaluation.future_page import Film, Future
-from marey.evaluation.pictures import data_uri
-from marey.evaluation.rolling import COPY, PREDICTION, STILL, Rollout, mean
-from marey.evaluation.rollout import frames_per_second, roll_out, write_rollouts
+from marey.evaluation.future_films import film_of
+from marey.evaluation.future_page import Future
+from marey.evaluation.rolling import COPY, PREDICTION, STILL, mean
+from marey.evaluation.rollout import roll_out, write_rollouts
 from marey.evaluation.run_folder import read_metrics
-from marey.latents.codecs import PatchCodec
+from marey.latents.codecs import build_codec
 from marey.latents.encode import encode
 from marey.latents.manifest import read_manifest
-from marey.pixels.episodes import EpisodeSource, FrameRequest
-from marey.pixels.evalclips import short_side_centre_crop
+from marey.pixels.episodes import FrameRequest
 from marey.pixels.open import open_source
+from marey.pixels.shrunk import Shrunk
 
-SIDE, PATCH = 24, 4
-"""Pixels of a frame, and of a latent cell. A predictor of noise has to carry a whole patch through its width, so what
-a minute can train needs small patches: two cells square of three colours are 192 numbers."""
+SIDE, PATCH = 16, 4
+"""Pixels of a frame, and of a latent cell: 16 tokens a frame, of 48 numbers, are what a minute can train."""
 TRAIN_CLIPS, HELD_OUT_CLIPS = 400, 60
-MEASURED, SHOWN = 8, 3
+SCALED_BY = 40
+"""Clips whose pixels say what mean and deviation the codec takes out."""
+MEASURED, SHOWN = 24, 3
 """Held-out futures that are measured, and those of them that are shown."""
 HELD_OUT = (0.1, 0.2, 0.3, 0.5)
 """Shares held out, of which the first that leaves neither side empty is taken."""
-
-
-@dataclass(frozen=True)
-class _Small:
-    """The first episodes of a source, every frame cut square and shrunk."""
-
-    source: EpisodeSource
-    episodes: int
-
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    @property
-    def version(self) -> str:
-        return f"{self.source.version} {SIDE} {self.episodes}"
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        return self.source.lengths[: self.episodes]
-
-    @property
-    def files(self) -> list[str]:
-        return self.source.files[: self.episodes]
-
-    @property
-    def rate(self) -> float | None:
-        return self.source.rate
-
-    def read(self, requests: Sequence[FrameRequest]) -> list[torch.Tensor]:
-        return [short_side_centre_crop(frames, SIDE) for frames in self.source.read(requests)]
 
 
 @dataclass(frozen=True)
@@ -86,9 +54,11 @@ def small_latents(store: str, held_out: str | None, folder: Path, *, say: Callab
     Without ``held_out`` the run holds out videos of its own, where there are enough of them to be held out.
     Raises UserError as ``encode`` does.
     """
-    manifest = _encoded(store, folder / "train", clips=TRAIN_CLIPS, say=say)
+    clips = _shrunk(store, TRAIN_CLIPS)
+    options = {"patch": PATCH, **_scale(clips)}
+    manifest = _encoded(clips, folder / "train", options, say=say)
     if held_out is not None:
-        other = _encoded(held_out, folder / "heldout", clips=HELD_OUT_CLIPS, say=say)
+        other = _encoded(_shrunk(held_out, HELD_OUT_CLIPS), folder / "heldout", options, say=say)
         return Latents([("data.train", str(manifest)), ("data.val", str(other))], None)
     rows = read_manifest(manifest)
     for fraction in HELD_OUT:
@@ -98,11 +68,21 @@ def small_latents(store: str, held_out: str | None, folder: Path, *, say: Callab
     return Latents([("data.train", str(manifest)), ("data.val", str(manifest))], str(manifest))
 
 
-def _encoded(store: str, out: Path, *, clips: int, say: Callable[[str], None]) -> Path:
-    source = open_source(store, video_rate=15.0, video_episode_length=128)
-    done = encode(_Small(source, min(clips, len(source.lengths))), out, PatchCodec(patch=PATCH))
-    record_codec(out, "patch", {"patch": PATCH})
-    say(f"  latents     {done.clips:,} clips of {source.name} at {SIDE} x {SIDE} pixels: {done.manifest}")
+def _shrunk(store: str, clips: int) -> Shrunk:
+    return Shrunk(open_source(store, video_rate=15.0, video_episode_length=128), SIDE, clips)
+
+
+def _scale(clips: Shrunk) -> dict[str, float]:
+    """Mean and deviation of the pixels, in 0..1: flow matching adds noise of unit variance to what it is given."""
+    requests = [FrameRequest(i, np.arange(clips.lengths[i])) for i in range(min(SCALED_BY, len(clips.lengths)))]
+    pixels = torch.cat([frames.flatten() for frames in clips.read(requests)]).float() / 255
+    return {"mean": round(float(pixels.mean()), 3), "std": max(round(float(pixels.std()), 3), 0.01)}
+
+
+def _encoded(clips: Shrunk, out: Path, options: dict[str, float], *, say: Callable[[str], None]) -> Path:
+    done = encode(clips, out, build_codec("patch", options))
+    record_codec(out, "patch", options)
+    say(f"  latents     {done.clips:,} clips of {clips.name} at {SIDE} x {SIDE} pixels: {done.manifest}")
     return done.manifest
 
 
@@ -116,7 +96,7 @@ def futures(run: Path, checkpoint: Path, latents: Latents, *, seed: int) -> Futu
     metrics = read_metrics(run / "metrics.csv")
     split = rollouts[0].clip.split
     return Future(
-        films=[_film(item) for item in rollouts[:SHOWN]],
+        films=[film_of(item) for item in rollouts[:SHOWN]],
         errors={name: mean([item.mean(name) for item in rollouts]) for name in (PREDICTION, STILL, COPY)},
         clips=len(rollouts),
         known=split.known,
@@ -131,17 +111,6 @@ def futures(run: Path, checkpoint: Path, latents: Latents, *, seed: int) -> Futu
 
 def _last(values: Sequence[float]) -> float:
     return next((value for value in reversed(values) if math.isfinite(value)), math.nan)
-
-
-def _film(item: Rollout) -> Film:
-    frames = side_by_side(
-        [("what followed", item.target_pictures), ("predicted", item.predicted_pictures)], known=item.known_pictures
-    )
-    errors = {name: item.mean(name) for name in (PREDICTION, STILL)}
-    share = f"{errors[PREDICTION] / errors[STILL]:.2f} of a still image's error" if errors[STILL] > 0 else "it is still"
-    # At half speed, for eyes.
-    uri = moving_uri(frames, fps=frames_per_second(item) / 2)
-    return Film(uri, data_uri(frames[-1]), f"{item.clip.name.split('/')[-1]}: {share}")
 
 
 def left_out(error: UserError) -> str:

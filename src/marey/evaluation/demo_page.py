@@ -54,6 +54,8 @@ class Story:
     commands: Sequence[tuple[str, str]]
     notes: Sequence[str] = field(default_factory=list)
     future: Future | None = None
+    inside_html: str = ""
+    """What the encoder makes of patches, in parts of a page"""
 
 
 def render(story: Story) -> str:
@@ -64,6 +66,7 @@ def render(story: Story) -> str:
         _curves(story.metrics, story.sigreg_weight),
         _probes(story.probes),
         _neighbours(story.neighbours),
+        _inside(story.inside_html),
         "" if story.future is None else future_section(story.future),
         _receipt(story.receipt, story.notes),
         html.section("Do it on your own videos", body_html=html.commands(story.commands)),
@@ -221,6 +224,17 @@ def _thumbnail(picture: Picture, *, asked: Picture) -> str:
     alt = f"{picture.caption}, {'the same label' if same else 'another label'}" if picture.label else picture.caption
     still = html.image(data_uri(plate(picture.frames, every=EXPOSED)), alt=alt)
     return html.figure(body_html=still, caption=text, kind="same" if same else "")
+
+
+def _inside(parts_html: str) -> str:
+    if not parts_html:
+        return ""
+    return html.section(
+        "A look inside",
+        intro="The clips asked about above, patch by patch, beside the same encoder with the random weights it started "
+        "from: what both show comes from the architecture and the pixels, what only the first shows was learned.",
+        body_html=parts_html,
+    )
 
 
 def _receipt(receipt: Mapping[str, str], notes: Sequence[str]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from marey.config.schema import EncoderConfig
 from marey.core.errors import UserError
@@ -22,6 +24,7 @@ from marey.evaluation.demo_facts import (
 )
 from marey.evaluation.demo_page import Picture, Story, render
 from marey.evaluation.describing import batch_words, data_words, experiment, input_words, model_words
+from marey.evaluation.feature_pictures import colour_part, gaze_part, similarity_part
 from marey.evaluation.features import (
     ClipFeatures,
     clip_features,
@@ -32,6 +35,7 @@ from marey.evaluation.features import (
     video_names,
 )
 from marey.evaluation.future_page import Future
+from marey.evaluation.gathering import gather
 from marey.evaluation.labels import labels_from_csv
 from marey.evaluation.loading import LoadedEncoder, load_encoder, random_twin
 from marey.evaluation.measure import ProbeResult, measure
@@ -39,6 +43,7 @@ from marey.evaluation.probe import PRETRAINED, RANDOM, side_of
 from marey.evaluation.run_folder import read_metrics, read_receipt
 from marey.evaluation.seen import what_the_encoder_sees
 from marey.evaluation.wording import count, dig
+from marey.models.vit import VisionTransformer
 from marey.pixels.evalclips import EvalClips
 
 Say = Callable[[str], None]
@@ -116,6 +121,7 @@ def evaluate(
         commands=commands,
         notes=[note for note in remarks if note],
         future=future,
+        inside_html=_inside(encoders, loaded, asked, queries),
     )
     return Results(story, probes)
 
@@ -167,6 +173,19 @@ def _gallery(clips: EvalClips, features: ClipFeatures, labels: Sequence[LabelTab
         captions = [Path(source.files[episode]).name for episode in features.episodes]
         return Gallery(clips, features, captions, [""] * len(captions))
     return Gallery(clips, features, [", ".join(filter(None, row)) for row in words], [row[0] for row in words])
+
+
+def _inside(
+    encoders: Mapping[str, VisionTransformer], loaded: LoadedEncoder, gallery: Gallery, rows: Sequence[int]
+) -> str:
+    """Patch colours, a patch followed and [CLS]'s gaze for clips of a gallery."""
+    usable = np.searchsorted(gallery.clips.index.episodes, gallery.features.episodes[list(rows)])
+    numbers = [
+        gallery.clips.item(int(episode), int(gallery.features.clips[row]))
+        for episode, row in zip(usable, rows, strict=True)
+    ]
+    found = gather(encoders, loaded.preprocessing, gallery.clips, numbers, pictured=len(numbers))
+    return "".join((colour_part(found), similarity_part(found), gaze_part(found)))
 
 
 def _motions(gallery: Gallery, rows: Sequence[int]) -> list[Picture]:

@@ -18,6 +18,7 @@ from safetensors.torch import save
 from marey import __version__
 from marey.core.errors import UserError
 from marey.core.files import atomic_write
+from marey.evaluation.embed_stream import streamed_features
 from marey.evaluation.features import (
     FeatureBatch,
     Per,
@@ -60,15 +61,19 @@ def embed(
     batch_size: int = 16,
     device: str = "auto",
     overwrite: bool = False,
+    stream: bool = False,
     say: Callable[[str], None] = print,
 ) -> Embedded:
     """Write the features of ``source`` to ``out`` (``.parquet`` or ``.safetensors``), whole or not at all.
 
     per: ``clip`` is the [CLS] output of each clip; ``frame`` the mean patch output at each position along
-    time. Columns (or, in safetensors, tensors): source, episode, clip, frame (per frame only), start_step,
-    start_s (null, or NaN, where the source has no rate), label (-1: none), embedding. start_step and start_s
-    say where the row's own pixels begin. Raises UserError for another suffix, an existing ``out`` without
-    ``overwrite``, and what loading and reading raise.
+    time. stream: feed each episode frame by frame to a block-causal encoder that remembers the newest frames,
+    as many as a clip has: a row per position along time, with the [CLS] output as of then (``clip``) or that
+    position's mean patch output (``frame``). Columns (or, in safetensors, tensors): source, episode, clip,
+    frame (one row per frame only), start_step, start_s (null, or NaN, where the source has no rate), label
+    (-1: none), embedding. start_step and start_s say where the row's own pixels begin. Raises UserError for
+    another suffix, an existing ``out`` without ``overwrite``, an encoder that cannot be streamed, and what
+    loading and reading raise.
     """
     out = Path(out)
     if per not in ("clip", "frame"):
@@ -82,29 +87,34 @@ def embed(
     where = resolve_device(device)
     loaded = load_encoder(checkpoint, weights=weights, device=where)
     episodes = open_clips(source, loaded.preprocessing)
-    clips = evaluation_clips(episodes, loaded.preprocessing, clips_per_episode=clips_per_video)
-    remarks = (rate_remark(episodes, loaded.preprocessing), short_remark(clips), capped_remark(clips))
-    for remark in (loaded.info.remark(), *remarks):
+    remarks = [loaded.info.remark(), rate_remark(episodes, loaded.preprocessing)]
+    if stream:
+        if clips_per_video != 1:
+            raise UserError(f"--clips-per-video {clips_per_video} does not go with --stream, which takes every frame")
+        features = streamed_features(loaded, episodes, per=per, device=where)
+        rows_per: Per = "frame"
+    else:
+        clips = evaluation_clips(episodes, loaded.preprocessing, clips_per_episode=clips_per_video)
+        remarks += [short_remark(clips), capped_remark(clips)]
+        features = stream_features(
+            {"encoder": loaded.encoder}, loaded.preprocessing, clips, per=per, batch_size=batch_size, device=where
+        )
+        rows_per = per
+    for remark in remarks:
         if remark:
             say(f"note: {remark}")
     refused: list[Refusal] = []
-    stream = stream_features(
-        {"encoder": loaded.encoder},
-        loaded.preprocessing,
-        clips,
-        per=per,
-        batch_size=batch_size,
-        device=where,
-    )
     write = _write_parquet if out.suffix == ".parquet" else _write_safetensors
-    rows = write(out, _tables(stream, episodes, loaded, per, refused), _metadata(loaded, source, per))
+    streamed = {"of": "patches" if per == "frame" else "cls", "frames": loaded.preprocessing.num_frames}
+    metadata = _metadata(loaded, source, rows_per, stream=streamed if stream else None)
+    rows = write(out, _tables(features, episodes, loaded, rows_per, refused), metadata)
     remark = refusal_remark(refused)
     if remark:
         say(f"note: {remark}")
-    return Embedded(out, rows, loaded.encoder.embed_dim, per)
+    return Embedded(out, rows, loaded.encoder.embed_dim, rows_per)
 
 
-def _metadata(loaded: LoadedEncoder, source: str, per: Per) -> dict[str, str]:
+def _metadata(loaded: LoadedEncoder, source: str, per: Per, *, stream: dict[str, Any] | None) -> dict[str, str]:
     info = loaded.info
     return {
         "marey": json.dumps(
@@ -116,6 +126,7 @@ def _metadata(loaded: LoadedEncoder, source: str, per: Per) -> dict[str, str]:
                 "model": loaded.model.model_dump(mode="json"),
                 "source": source,
                 "per": per,
+                "stream": stream,
             }
         )
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 
 from marey.core.errors import UserError
-from marey.evaluation import latent_codec  # noqa: F401  # registers the codec `encoder`
 from marey.evaluation.codec_record import record_codec
 from marey.evaluation.labels import labels_from_csv
 from marey.evaluation.wording import aligned, count
@@ -23,13 +23,14 @@ VIDEO_RATE, VIDEO_EPISODE_LENGTH = 15.0, 128
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:
-    """``KEY=VALUE`` words as a codec's keywords; whole numbers become numbers. UserError for a word without ``=``."""
+    """``KEY=VALUE`` words as a codec's keywords, numbers as numbers. UserError for a word without ``=``."""
     options: dict[str, Any] = {}
     for word in words:
         key, found, value = word.partition("=")
         if not found or not key:
             raise UserError(f"--option {word} is not KEY=VALUE, as in --option patch=8")
-        options[key] = int(value) if value.lstrip("-").isdecimal() else value
+        whole, decimal = re.fullmatch(r"-?\d+", value), re.fullmatch(r"-?\d*\.\d+", value)
+        options[key] = int(value) if whole else float(value) if decimal else value
     return options
 
 

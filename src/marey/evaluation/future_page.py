@@ -40,22 +40,45 @@ class Future:
     """the run's ``metrics.csv`` by column"""
 
 
-def future_section(future: Future) -> str:
-    """Films, errors and the curve."""
-    films = [
+def future_figures(films: Sequence[Film], errors: Mapping[str, float], *, clips: int) -> str:
+    """The films side by side, and the errors (mean over ``clips``) by what guessed; the still image must be there."""
+    figures = [
         html.figure(
             body_html=html.animated(
                 film.uri, still=film.still, alt=f"what followed, beside its prediction; {film.caption}"
             ),
             caption=film.caption,
         )
-        for film in future.films
+        for film in films
     ]
-    still = future.errors["still image"]
+    still = errors["still image"]
     rows = [
         [name, f"<strong>{error:.4g}</strong>", f"{error / still:.2f}" if still > 0 else "-"]
-        for name, error in future.errors.items()
+        for name, error in errors.items()
     ]
+    return (
+        html.row(figures, kind="charts films")
+        + html.table(
+            ["guess", "mean squared error", "against a still image"],
+            rows,
+            caption=f"Error of the predicted latents, mean over {clips} clips",
+        )
+        + "<p>The still image holds the last given frame. Copy last guesses each frame to be the true one before "
+        "it: it sees the future up to then, which the prediction does not.</p>"
+    )
+
+
+def future_intro(*, model: str, known: int, predicted: int, seen: str) -> str:
+    """What the films show, and which clips they are."""
+    return (
+        f"{model} is given the first {known} frames of a clip and predicts the next {predicted}, starting from noise. "
+        "Left, what really followed; right, the prediction. The bar beneath is grey while frames are given and red "
+        f"once they are predicted. The clips, {seen}, were drawn by the seed."
+    )
+
+
+def future_section(future: Future) -> str:
+    """Films, errors and the curve."""
     seen = "that training never saw" if future.held_out else "of videos that training saw too, for want of others"
     chart = html.figure(
         body_html=line_chart(
@@ -70,15 +93,6 @@ def future_section(future: Future) -> str:
     )
     return html.section(
         "What it expects to happen next",
-        intro=f"A second, causal model is given the first {future.known} frames of a clip and predicts the next "
-        f"{future.predicted}, starting from noise. Left, what really followed; right, the prediction. The bar beneath "
-        f"is grey while frames are given and red once they are predicted. The clips, {seen}, were drawn by the seed.",
-        body_html=html.row(films, kind="charts films")
-        + html.table(
-            ["guess", "mean squared error", "against a still image"],
-            rows,
-            caption=f"Error of the predicted latents, mean over {future.clips} clips",
-        )
-        + "<p>The still image holds the last given frame. Copy last guesses each frame to be the true one before "
-        "it: it sees the future up to then, which the prediction does not.</p>" + html.row([chart], kind="charts"),
+        intro=future_intro(model="A second, causal model", known=future.known, predicted=future.predicted, seen=seen),
+        body_html=future_figures(future.films, future.errors, clips=future.clips) + html.row([chart], kind="charts"),
     )

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from marey.core.errors import UserError
-from marey.evaluation.checkpoint_file import read_archive, starting_share
+from marey.evaluation.checkpoint_file import read_archive, sealed, starting_share, weights_hash
 from marey.evaluation.describing import (
     batch_words,
     data_words,
@@ -21,6 +21,11 @@ from marey.evaluation.describing import (
 )
 from marey.evaluation.wording import aligned, count, dig, size
 from marey.objectives import registry, video_registry
+
+HASH_DIGITS = 16
+"""Of a weights hash, shown: enough to tell two runs apart."""
+_WHOLE = "complete and undamaged: its content matches the SHA-256 it ends with"
+_UNSEALED = "without the completion marker of `marey train`: whether it is undamaged is not known"
 
 
 def checkpoint_lines(path: Path, *, show_config: bool) -> list[str]:
@@ -40,6 +45,7 @@ def checkpoint_lines(path: Path, *, show_config: bool) -> list[str]:
         ("data", data_words(config)),
         *_weights(content, about),
         ("run", _run(about, config)),
+        ("file", _WHOLE if sealed(path) else _UNSEALED),
     ]
     lines = [f"{path}: a Marey {about.get('kind', '')} checkpoint, {size(path.stat().st_size)}", *aligned(rows)]
     if show_config:
@@ -78,7 +84,7 @@ def _weights(content: dict[str, Any], about: dict[str, Any]) -> list[tuple[str, 
         if not isinstance(state, dict) or not state:
             rows.append((key, "absent (ema.enabled=false)" if key.endswith("ema") else "absent"))
             continue
-        text = f"{state_words(state)}: {meanings[key]}"
+        text = f"{state_words(state)}, SHA-256 {weights_hash(state)[:HASH_DIGITS]}: {meanings[key]}"
         if key == "state_dict_ema" and about.get("ema"):
             ema = about["ema"]
             text += f"; {count(ema['updates'], 'update')}, {starting_share(ema):.1%} still where it started"

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from marey.core.errors import UserError
 from marey.evaluation.describing import batch_words, data_words, experiment, program_words
 from marey.evaluation.run_folder import read_receipt
 from marey.evaluation.wording import aligned, count, dig, short
@@ -16,6 +17,16 @@ from marey.evaluation.wording import aligned, count, dig, short
 def run_lines(path: Path, *, show_config: bool) -> list[str]:
     """What experiment the run was, how far it came, how it ended, and where its checkpoints are."""
     receipt = read_receipt(path)
+    try:
+        return _described(path, receipt, show_config=show_config)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        raise UserError(
+            f"{path}: its receipt holds values that a training run does not write ({type(error).__name__}: {error}); "
+            "it was changed or damaged, `marey inspect` on a checkpoint of the run says what that is"
+        ) from error
+
+
+def _described(path: Path, receipt: dict[str, Any], *, show_config: bool) -> list[str]:
     folder = path if path.is_dir() else path.parent
     config = receipt.get("config") or {}
     status = str(receipt.get("how_it_ended") or receipt.get("status"))
@@ -31,6 +42,8 @@ def run_lines(path: Path, *, show_config: bool) -> list[str]:
         ("average", str(dig(receipt, "ema", "rule") or "")),
         ("code", code_words(receipt)),
         ("checkpoints", checkpoints_words(receipt)),
+        ("sittings", sittings_words(receipt)),
+        ("resume", str(receipt.get("resume_command") or "")),
         *[(key, str(words)) for key, words in (receipt.get("checkpoint_keys") or {}).items()],
     ]
     lines = [f"{path}: a Marey run, {receipt.get('run_id')}, started {receipt.get('started')}", *aligned(rows)]
@@ -120,6 +133,16 @@ def checkpoints_words(receipt: dict[str, Any]) -> str:
     return f"{len(found)} in {folder}, the newest {Path(str(name)).name}"
 
 
+def sittings_words(receipt: dict[str, Any]) -> str:
+    """How often the run was started, and how the sittings before this one ended; nothing for the only one."""
+    attempts = receipt.get("attempts") or []
+    if len(attempts) < 2:
+        return ""
+    ends = [f"{attempt.get('status')} at step {attempt.get('to_step')}" for attempt in attempts[:-1]]
+    more = f"{len(ends) - 4} more; " if ends[4:] else ""
+    return f"{len(attempts)}; before this one: {more}{'; '.join(ends[-4:])}"
+
+
 _SHOWN = ("step", "train/loss", "train/invariance", "train/sigreg", "train/embedding_rank", "padding_share")
 
 
@@ -129,6 +152,8 @@ def _last_row(metrics: Path) -> str:
             rows = list(csv.DictReader(file))
     except OSError:
         return ""
+    except (csv.Error, ValueError):  # a table no more, or no text
+        return f"{metrics.name} is damaged"
     if not rows:
         return ""
     parts = []

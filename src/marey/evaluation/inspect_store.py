@@ -13,6 +13,7 @@ import pyarrow as pa
 from marey.core.commands import override_word
 from marey.core.errors import UserError
 from marey.evaluation.wording import aligned, count, short, size
+from marey.pixels.lancefaults import refusing
 from marey.pixels.storeformat import refuse_no_table
 
 METADATA = b"marey"
@@ -28,11 +29,11 @@ def store_lines(path: Path) -> list[str]:
     if path.name.endswith(".partial") or (not path.exists() and unfinished.exists()):
         raise UserError(f"{path} is an unfinished ingest; run the same `marey ingest` command again to finish it")
     refuse_no_table(path)
-    try:
-        table = lance.dataset(str(path))
-    except (ValueError, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        raise UserError(f"{path} is not a readable Lance table ({reason}); build one with `marey ingest`") from error
+    with refusing(lambda said: UserError(f"{path} is damaged ({said}); build it again with `marey ingest`")):
+        return _described(path, lance.dataset(str(path)))
+
+
+def _described(path: Path, table: Any) -> list[str]:
     names = table.schema.names
     missing = [name for name in NEEDED if name not in names]
     if missing:

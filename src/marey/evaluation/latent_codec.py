@@ -1,6 +1,6 @@
 """The codec ``encoder``: the patch features of a pretrained Marey encoder as latent video.
 
-It needs a model, so it lives here and registers itself with the latents room when this module is imported.
+It needs a model, so it lives here; the latents room finds it by the entry point in ``pyproject.toml``.
 Legend: C features of a patch, T frames, T' latent frames, H and W pixels, t tubelet size, p patch size.
 """
 
@@ -15,7 +15,6 @@ from marey.core.errors import UserError
 from marey.core.files import sha256
 from marey.evaluation.colours import FeatureColours
 from marey.evaluation.loading import Weights, load_encoder, resolve_device
-from marey.latents.codecs import register
 
 
 class EncoderCodec:
@@ -79,6 +78,3 @@ class EncoderCodec:
         One colour map for one call: to compare videos, fit ``FeatureColours`` once and use it for both.
         """
         return FeatureColours.fit(latents, cell=self.spatial).decode(latents)
-
-
-register("encoder", EncoderCodec)

@@ -63,6 +63,12 @@ def section(heading: str, *, body_html: str, intro: str = "") -> str:
     return f"<section><h2>{escape(heading)}</h2>{lead}{body_html}</section>"
 
 
+def part(heading: str, *, body_html: str, intro: str = "") -> str:
+    """A headed part of a section."""
+    lead = f"<p>{escape(intro)}</p>" if intro else ""
+    return f'<div class="part"><h3>{escape(heading)}</h3>{lead}{body_html}</div>'
+
+
 def figure(*, body_html: str, caption: str, kind: str = "") -> str:
     """A picture or chart with its caption."""
     css = f' class="{escape(kind, quote=True)}"' if kind else ""
@@ -110,6 +116,43 @@ def facts(pairs: Mapping[str, str]) -> str:
     """Names and values."""
     items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs.items())
     return f"<dl>{items}</dl>"
+
+
+def tiles(items: Sequence[tuple[str, str, str]]) -> str:
+    """Name, figure and a remark each, at a glance."""
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(figure_)}"
+        + (f"<small>{escape(remark)}</small>" if remark else "")
+        + "</dd></div>"
+        for name, figure_, remark in items
+    )
+    return f'<dl class="tiles">{cells}</dl>'
+
+
+def folded(summary: str, *, body_html: str) -> str:
+    """A part that opens when asked for."""
+    return f"<details><summary>{escape(summary)}</summary>{body_html}</details>"
+
+
+def listing(text: str) -> str:
+    """Text as it is, letter by letter."""
+    return f'<pre tabindex="0"><code>{escape(text)}</code></pre>'
+
+
+def note(text: str) -> str:
+    """What is missing, or doubtful."""
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def how(text: str) -> str:
+    """How the pictures above were computed."""
+    return f'<p class="how"><b>How.</b> {escape(text)}</p>'
+
+
+def share_cell(share: float, *, words: str) -> str:
+    """A share of a whole, as text and as a bar."""
+    width = min(1.0, max(0.0, share))
+    return f'{escape(words)}<span class="share" aria-hidden="true"><i style="width:{width:.1%}"></i></span>'
 
 
 def commands(lines: Sequence[tuple[str, str]]) -> str:

@@ -38,6 +38,7 @@ animation:play calc(var(--frames)*.14s) steps(var(--frames),jump-none) infinite 
 .holes{background:repeating-linear-gradient(45deg,var(--hole) 0 4px,var(--sheet) 4px 8px)}
 .locals{display:grid;grid-template-columns:repeat(auto-fit,minmax(230px,1fr));gap:18px;max-width:880px}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:26px;margin-top:18px}
+.charts.films{grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr))}
 .chart{display:block;width:100%;height:auto;background:var(--sheet);border:1px solid var(--rule);
 border-radius:6px}
 .chart text{fill:var(--muted);font-size:13px;font-family:inherit}
@@ -46,6 +47,8 @@ border-radius:6px}
 .chart .axis{stroke:var(--muted);stroke-width:1}
 .chart .reference{stroke:var(--series-3);stroke-width:1.3;stroke-dasharray:5 4}
 .chart .curve{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
+.chart .band{opacity:.16}
+.chart .mark-line{stroke:var(--series-3);stroke-width:1;stroke-dasharray:2 3}
 .legend{display:flex;flex-wrap:wrap;gap:6px 18px;margin:8px 0 0;font-size:14.5px;color:var(--muted)}
 .legend i{display:inline-block;width:14px;height:3px;border-radius:2px;margin-right:7px;vertical-align:middle}
 .scroll{overflow-x:auto;margin-top:18px}
@@ -64,10 +67,34 @@ border-bottom:1px solid var(--rule)}
 .neighbours .set{display:grid;grid-template-columns:minmax(84px,1fr) minmax(0,5fr);gap:16px;align-items:start}
 .neighbours .found{display:grid;gap:12px}
 .neighbours .line{display:grid;grid-template-columns:repeat(5,1fr);gap:8px}
-.neighbours .who{font-size:13.5px;color:var(--muted);margin:0}
 .neighbours figcaption{font-size:13px;margin-top:3px;overflow-wrap:anywhere}
-.same img{outline:3px solid var(--series-1);outline-offset:-3px}
+.same img,.same .moving{outline:3px solid var(--series-1);outline-offset:-3px}
 .same figcaption{color:var(--series-1);font-weight:600}
+.who{font-size:13.5px;color:var(--muted);margin:0}
+.how{margin:14px 0 0;font-size:14.5px;line-height:1.5;color:var(--muted);max-width:60em}
+.how b{color:var(--ink);font-weight:600}
+.part{margin-top:34px}.part h3{margin:0 0 4px;font-size:20px}.part>p{max-width:44em;margin:0 0 4px}
+.part>.how{margin-top:14px}
+.study{margin-top:20px;overflow-x:auto;padding-bottom:4px}
+.study>figcaption{margin:0 0 6px;color:var(--ink)}
+.layer{display:flex;gap:3px 8px;align-items:center;max-width:calc(112px + (var(--frames) + 1)*128px);
+min-width:calc((var(--frames) + 1)*60px);margin-top:4px}
+.layer .who{flex:0 0 104px}.layer .moving{flex:1 1 0;min-width:0}
+.layer img{flex:var(--frames) 1 0;min-width:0;width:0}
+.layer .moving,.layer img,.heads .moving,.neighbours .moving{border-radius:3px}
+.heads figcaption{font-size:13px;margin-top:3px}
+.heads{display:grid;grid-template-columns:repeat(auto-fill,minmax(72px,92px));gap:10px;margin-top:6px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:1px;margin-top:28px;
+background:var(--rule);border:1px solid var(--rule);border-radius:6px;overflow:hidden}
+.tiles div{background:var(--sheet);padding:14px 16px;border:0}
+.tiles dt{font-size:13.5px}
+.tiles dd{font-size:23px;line-height:1.25;font-variant-numeric:tabular-nums}
+.tiles small{display:block;white-space:normal;margin-top:2px}
+.share{display:block;height:6px;max-width:220px;margin-top:6px;border-radius:3px;background:var(--hole);
+overflow:hidden}
+.share i{display:block;height:100%;background:var(--series-2)}
+.note{border-left:3px solid var(--series-1);padding:2px 0 2px 14px;max-width:44em}
+details pre{max-height:480px}
 dl{margin:16px 0 0;display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr));gap:0 32px}
 dl div{padding:10px 0;border-bottom:1px solid var(--rule)}
 dt{color:var(--muted);font-size:14px}
@@ -80,7 +107,11 @@ details{margin-top:16px}summary{cursor:pointer;color:var(--muted)}
 footer{margin-top:44px;padding-top:16px;border-top:1px solid var(--rule);color:var(--muted);font-size:14px}
 @media (max-width:560px){body{padding:0 16px 48px;font-size:16px}header{padding-top:32px}
 .clips{grid-template-columns:repeat(2,1fr);gap:16px}
+.tiles{grid-template-columns:repeat(2,1fr);margin-top:20px}.tiles dd{font-size:20px}
+.heads{grid-template-columns:repeat(4,1fr)}
+.layer{flex-wrap:wrap}.layer .who{flex-basis:100%;margin-top:4px}
 .neighbours .set{grid-template-columns:1fr}.neighbours .query{max-width:110px}
 th,td{padding-right:10px}}
-@media print{.moving{animation:none}section{break-inside:avoid}}
+@media print{.moving{animation:none;print-color-adjust:exact}details pre{max-height:none}
+section{break-inside:avoid}}
 """

@@ -21,6 +21,7 @@ RUN_PARTS = {
     "nonfinite.json": "what a run saw when its loss was no longer finite",
     "probe.json": "the probe results of a demonstration's run",
     "report.html": "the page of a demonstration's run",
+    "run-report.html": "the page that `marey report` made of a run",
 }
 """What else lies beside ``receipt.json``, by name."""
 
@@ -51,7 +52,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
         receipt = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path} holds no receipt.json; give the folder of a training run") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is not a readable receipt ({error}); give the folder of a training run") from error
     if not isinstance(receipt, dict) or not ("config" in receipt or "recipe" in receipt):
         raise UserError(f"{file} is JSON and no receipt of a Marey run; give the folder of a training run")

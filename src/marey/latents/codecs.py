@@ -1,8 +1,8 @@
 """Codecs: frames to latents and back, by name.
 
-A codec is one factory in a registry; ``patch`` and ``wan`` are here, one that needs a model registers
-itself from the room that owns models. Legend: C channels of the latent, T frames, T' latent frames, H' and
-W' the latent canvas.
+A codec is one factory in a registry; ``patch`` and ``wan`` are here. One that needs a model lives in the room that
+owns models, or in another package: those are found by the entry points of group ``marey.codecs``.
+Legend: C channels of the latent, T frames, T' latent frames, H' and W' the latent canvas.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +43,7 @@ class Codec(Protocol):
 
 Factory = Callable[..., Codec]
 _FACTORIES: dict[str, Factory] = {}
+_GROUP = "marey.codecs"
 
 
 def register(name: str, factory: Factory) -> None:
@@ -51,15 +53,24 @@ def register(name: str, factory: Factory) -> None:
 
 def build_codec(name: str, options: Mapping[str, Any] | None = None) -> Codec:
     """The codec called ``name``. Raises UserError for an unknown name or option."""
-    factory = _FACTORIES.get(name)
+    factory = _FACTORIES.get(name) or _installed(name)
     if factory is None:
-        close = nearest(name, _FACTORIES)
-        hint = f"did you mean {close}?" if close else f"choose one of {', '.join(sorted(_FACTORIES))}"
+        known = {*_FACTORIES, *entry_points(group=_GROUP).names}
+        close = nearest(name, known)
+        hint = f"did you mean {close}?" if close else f"choose one of {', '.join(sorted(known))}"
         raise UserError(f"codec {name} is not known; {hint}")
     try:
         return factory(**(options or {}))
     except TypeError as error:
         raise UserError(f"codec {name} cannot be made from {dict(options or {})}: {error}.") from None
+
+
+def _installed(name: str) -> Factory | None:
+    """The factory that an installed package, this one included, names so."""
+    for found in entry_points(group=_GROUP, name=name):
+        factory: Factory = found.load()
+        return factory
+    return None
 
 
 def latent_frames(frames: int, codec: Codec) -> int:
@@ -82,18 +93,23 @@ def _check_canvas(frames: torch.Tensor, codec: Codec) -> None:
 class PatchCodec:
     """Weightless: each frame's ``patch`` x ``patch`` blocks of pixels become channels. ``decode`` inverts exactly.
 
-    Channels are ordered (colour, row, column) within the block; values are pixels scaled to -1..1.
+    Channels are ordered (colour, row, column) within the block. Values are pixels in 0..1, less ``mean``, over
+    ``std``: -1..1 as it stands; with those of the data, of unit variance, as the noise that flow matching adds.
     """
 
     name = "patch"
     temporal = 1
 
-    def __init__(self, *, patch: int = 8) -> None:
+    def __init__(self, *, patch: int = 4, mean: float = 0.5, std: float = 0.5) -> None:
         if patch < 1:
             raise UserError(f"codec patch: patch={patch} pixels is not possible; use 1 or more.")
+        if not (0 <= mean <= 1 and 0.01 <= std <= 1):
+            raise UserError(f"codec patch: mean={mean:g} and std={std:g} are of pixels in 0..1; give std 0.01 or more.")
         self.patch = self.spatial = patch
+        self.mean, self.std = mean, std
         self.channels = 3 * patch * patch
-        self.fingerprint = f"patch-1 patch={patch}"
+        scale = "" if (mean, std) == (0.5, 0.5) else f" mean={mean:g} std={std:g}"
+        self.fingerprint = f"patch-1 patch={patch}{scale}"
 
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
         """uint8 ``[T, 3, H, W]`` -> float32 ``[3*p*p, T, H/p, W/p]``."""
@@ -101,13 +117,15 @@ class PatchCodec:
         t, _, height, width = frames.shape
         p = self.patch
         blocks = frames.reshape(t, 3, height // p, p, width // p, p).permute(1, 3, 5, 0, 2, 4)
-        return blocks.reshape(self.channels, t, height // p, width // p).to(torch.float32) / 127.5 - 1
+        pixels = blocks.reshape(self.channels, t, height // p, width // p).to(torch.float32)
+        return (pixels - 255 * self.mean) / (255 * self.std)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Floating ``[3*p*p, T, H', W']`` -> uint8 ``[T, 3, H'*p, W'*p]``, clamped to what a pixel can hold."""
         _, t, rows, columns = latents.shape
         p = self.patch
-        pixels = ((latents.to(torch.float32) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+        values = latents.to(torch.float32) * (255 * self.std) + 255 * self.mean
+        pixels = values.round().clamp(0, 255).to(torch.uint8)
         blocks = pixels.reshape(3, p, p, t, rows, columns).permute(3, 0, 4, 1, 5, 2)
         return blocks.reshape(t, 3, rows * p, columns * p)
 

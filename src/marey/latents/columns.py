@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import csv
+import io
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +28,71 @@ def fail(file: Path, row: int, column: str, problem: str) -> UserError:
 
 
 def refuse(file: Path, column: str, bad: NDArray[np.bool_], values: Any, problem: str) -> None:
-    """Raise for the first row where ``bad`` is true."""
+    """Raise UserError for the first row where ``bad`` (bool ``[rows]``) is true, with its entry of ``values``."""
     if bad.any():
         row = int(bad.argmax())
         value = values[row].as_py() if hasattr(values, "type") else values[row].item()
         raise fail(file, row + 1, column, f"{value!r} {problem}")
 
 
+def _reason(error: BaseException) -> str:
+    """A parser's complaint in one printable line."""
+    line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return "".join(char if char.isprintable() else "?" for char in line)[:160].rstrip(". ")
+
+
+def _header(file: Path) -> list[str]:
+    """Column names. The whole file is checked to be UTF-8, because the CSV parser cannot say which row is not."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    first: str | None = None
+    try:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 24):
+                text = decoder.decode(block)
+                first = text if first is None else first
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        raise _not_utf8(file) from None
+    return _rows(first or "", limit=1)[0]
+
+
+def _rows(text: str, *, limit: int | None = None) -> list[list[str]]:
+    """Fields of the first rows that are not blank, at least one row of one field."""
+    try:
+        return list(islice(filter(None, csv.reader(io.StringIO(text, newline=""))), limit)) or [[""]]
+    except csv.Error:  # a field without end: the parser of the whole file says so better
+        return [[""]]
+
+
+def _not_utf8(file: Path) -> UserError:
+    raw = file.read_bytes()
+    if raw[:4] == b"PAR1":
+        return UserError(f"{file}: it is a Parquet file; give it a name that ends in .parquet.")
+    if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return UserError(f"{file}: it is written in UTF-16; save it as UTF-8.")
+    try:
+        raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # A mark in the place of the bad byte: it is then in the last field of the last row.
+        rows = _rows(raw[: error.start].decode("utf-8-sig") + "?")
+    if len(rows) < 2:
+        return UserError(f"{file}: its header is not UTF-8; save the manifest as UTF-8.")
+    column = rows[0][min(len(rows[-1]), len(rows[0])) - 1]
+    return fail(file, len(rows) - 1, column, "the value is not UTF-8; save the manifest as UTF-8")
+
+
 def read_csv(file: Path) -> pa.Table:
-    """Every column as strings, quoted commas and line breaks kept; a row of another width is refused."""
+    """Every column as strings, quoted commas and line breaks kept; a row of another width is refused.
+
+    Raises UserError naming file, row and column.
+    """
     bad: list[Any] = []
 
     def remember(row: Any) -> str:
         bad.append(row)
         return "skip"
 
-    with file.open("rb") as stream:
-        header = stream.readline().decode("utf-8-sig", errors="replace")
-    names = [name.strip().strip('"') for name in header.rstrip("\r\n").split(",")]
+    names = _header(file)
     try:
         table = pa.csv.read_csv(
             file,
@@ -52,8 +103,10 @@ def read_csv(file: Path) -> pa.Table:
                 column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False
             ),
         )
-    except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
-        raise UserError(f"{file}: not a readable CSV manifest ({error}); write UTF-8 with a header row.") from None
+    except (pa.ArrowException, KeyError) as error:
+        raise UserError(
+            f"{file}: not a readable CSV manifest ({_reason(error)}); write UTF-8 with a header row."
+        ) from None
     if bad:
         # The parser counts the header as row 1.
         row = "" if bad[0].number is None else f", row {bad[0].number - 1}"
@@ -66,22 +119,27 @@ def read_csv(file: Path) -> pa.Table:
 
 
 def read_parquet(file: Path) -> pa.Table:
-    """The table as stored."""
+    """The table as stored. Raises UserError for a file that is none."""
     try:
         return pq.read_table(file)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise UserError(f"{file}: not a readable Parquet manifest ({error}); write it again.") from None
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{file}: not a readable Parquet manifest ({_reason(error)}); write it again.") from None
 
 
 def check_columns(file: Path, names: list[str]) -> tuple[str, ...]:
-    """Required columns are there and none is misspelt; returns the columns that a manifest does not know."""
+    """The columns that a manifest does not know. Raises UserError for a missing, repeated or misspelt one."""
     known = REQUIRED + OPTIONAL
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UserError(f"{file}: column {twice[0]} appears twice; keep one.")
+        raise UserError(f"{file}: column {twice[0] or repr('')} appears twice; keep one.")
     missing = [name for name in REQUIRED if name not in names]
     if missing:
-        raise UserError(f"{file}: column {missing[0]} is missing; a manifest needs {', '.join(REQUIRED)}.")
+        # As written: a blank, a capital or another separator is then seen.
+        found = ", ".join(repr(name) for name in names[:12])[:160]
+        raise UserError(
+            f"{file}: column {missing[0]} is missing among {found}; a manifest needs {', '.join(REQUIRED)}, "
+            "separated by commas."
+        )
     ignored = tuple(name for name in names if name not in known)
     for name in ignored:
         close = nearest(name.lower(), known)
@@ -98,9 +156,14 @@ def _as_strings(column: Any) -> Any:
 
 
 def texts(file: Path, name: str, column: Any) -> Any:
-    """A text column, empty values null; required ones and checksums are checked."""
+    """A text column as Arrow strings ``[rows]``, empty values null.
+
+    Raises UserError for another type, a missing value in a required column, or a checksum that is none.
+    """
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
+    if pa.types.is_string_view(column.type):
+        column = column.cast(pa.string())
     if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_null(column.type)):
         raise fail(file, 1, name, f"holds {column.type}, not text; store it as strings")
     if name == "text":  # blanks inside a text are its own
@@ -120,7 +183,7 @@ def texts(file: Path, name: str, column: Any) -> Any:
 
 
 def whole_numbers(file: Path, name: str, column: Any, least: int) -> NDArray[np.int64]:
-    """A column of whole numbers >= ``least``, none missing."""
+    """int64 ``[rows]``. Raises UserError for a value that is missing, no whole number or below ``least``."""
     if pa.types.is_integer(column.type):
         values = column.combine_chunks()
         wide = pa.types.is_uint64(values.type)
@@ -143,7 +206,7 @@ def whole_numbers(file: Path, name: str, column: Any, least: int) -> NDArray[np.
 
 
 def rates(file: Path, column: Any) -> NDArray[np.float64]:
-    """A column of positive finite numbers, none missing."""
+    """float64 ``[rows]``. Raises UserError for a value that is missing or no positive finite number."""
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         text = _as_strings(column)
         number = r"^[+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"

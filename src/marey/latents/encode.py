@@ -6,9 +6,10 @@ over many workers; a second run skips what a first one finished.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -82,8 +83,8 @@ def encode(
 
     Frames are cut at the centre to a multiple of the codec's cells, and at the end to whole latent frames.
     ``texts`` gives each episode its text. Episodes of fewer than two latent frames are skipped and listed.
-    Raises UserError when ``out`` holds the work of another source or codec, or when nothing could be
-    encoded.
+    Raises UserError when ``out`` holds the work of another source or codec, when nothing could be encoded,
+    and when a file cannot be written: the next run goes on from what is complete.
     """
     folder = Path(out)
     _claim(folder, source, codec, dtype)
@@ -141,7 +142,20 @@ def encode_episode(
     latents = codec.encode(frames[:, :, top : top + height, left : left + width]).to(dtype)
     if not bool(torch.isfinite(latents).all()):
         raise UserError(f"clip {clip}: codec {codec.name} gave values that {dtype} cannot hold; use float32.")
-    write_sidecar(path, latents, metadata={"clip_id": clip, "codec": codec.fingerprint})
+    with _writing(path.parent):
+        write_sidecar(path, latents, metadata={"clip_id": clip, "codec": codec.fingerprint})
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """A full disk and the like as one sentence; what is written so far is complete."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder}: {error.strerror or error}; make room, and run the same command again to go on "
+            "from here."
+        ) from error
 
 
 def _claim(folder: Path, source: FrameSource, codec: Codec, dtype: torch.dtype) -> None:
@@ -168,7 +182,8 @@ def _claim(folder: Path, source: FrameSource, codec: Codec, dtype: torch.dtype) 
     elif folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder}: it is not empty and no encoding of Marey's; choose another folder.")
     else:
-        write_json(record, state)
+        with _writing(folder):
+            write_json(record, state)
 
 
 def _finished(path: Path, clip: str) -> bool:
@@ -178,7 +193,7 @@ def _finished(path: Path, clip: str) -> bool:
 
 def _write_manifest(path: Path, rows: list[dict[str, object]]) -> None:
     columns = [name for name in _COLUMNS if any(row[name] != "" for row in rows)]
-    with atomic_write(path, "w") as file:
+    with _writing(path.parent), atomic_write(path, "w") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -83,6 +83,13 @@ class Manifest:
         values = self.table.column(column)
         return list((values if rows is None else values.take(pa.array(rows))).to_pylist())
 
+    def missing_texts(self) -> NDArray[np.bool_]:
+        """bool ``[rows]``: which clips have no text."""
+        if "text" not in self.table.column_names:
+            return np.ones(len(self), dtype=np.bool_)
+        absent: NDArray[np.bool_] = self.table.column("text").is_null().to_numpy()
+        return absent
+
     def clip(self, row: int) -> Clip:
         """Everything that one row says."""
         text = {name: self.table.column(name)[row].as_py() for name in self.table.column_names}

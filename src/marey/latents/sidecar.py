@@ -6,11 +6,12 @@ are. Nothing in a sidecar is ever executed: a pickle that holds more than tensor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ TENSOR = "video_latents"
 _OURS = "marey"
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NUMPY_FLOATS = ("float16", "float32", "float64")
+_SAYS_WHY = (OSError, ValueError, RuntimeError, zipfile.BadZipFile, safetensors.SafetensorError)
 
 
 class Expected(NamedTuple):
@@ -68,7 +70,8 @@ def read_frames(
         raise UserError(f"{where}: its SHA-256 is not the manifest's; the file was changed, encode it again.")
     opened = _open(file, where)
     axis = _time_axis(opened, layout, expected, where)
-    latents = opened.read(axis, start, start + frames)
+    with _reading(file, where):
+        latents = opened.read(axis, start, start + frames)
     if axis == 0:
         latents = latents.permute(3, 0, 1, 2)
     latents = latents.contiguous()
@@ -82,7 +85,7 @@ def read_frames(
 
 
 def read_shape(path: Path | str, *, clip: str, layout: Layout | None = None) -> tuple[int, int, int, int]:
-    """(C, T, H, W) of a sidecar, from its header."""
+    """(C, T, H, W) of a sidecar, from its header. Raises UserError for a file that is missing or not readable."""
     file = Path(path)
     where = f"clip {clip} ({file})"
     if not file.is_file():
@@ -114,10 +117,12 @@ def sidecar_metadata(path: Path | str) -> dict[str, str] | None:
 
 
 def _said(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """A file's own metadata, ours unfolded."""
+    """A file's own metadata, ours unfolded. Raises ValueError where ours is not what we write."""
     said = dict(metadata or {})
-    ours = said.pop(_OURS, None)
-    return said if ours is None else {**said, **json.loads(ours)}
+    ours = json.loads(said.pop(_OURS, "{}"))
+    if not isinstance(ours, dict):
+        raise ValueError(f"its metadata {_OURS} is not a JSON object")
+    return {**said, **ours}
 
 
 def _check_rank(shape: tuple[int, ...], where: str) -> None:
@@ -158,21 +163,28 @@ def _time_axis(opened: _Opened, layout: Layout | None, expected: Expected, where
     return axis
 
 
-def _open(file: Path, where: str) -> _Opened:
+@contextlib.contextmanager
+def _reading(file: Path, where: str) -> Iterator[None]:
+    """A damaged file's exceptions as one refusal."""
     try:
-        if file.suffix.lower() == ".safetensors":
-            return _open_safetensors(file, where)
-        if file.suffix.lower() == ".npy":
-            return _open_npy(file, where)
-        return _open_pt(file, where)
+        yield
+    except UserError:
+        raise
     except pickle.UnpicklingError:
         raise UserError(
-            f"{where}: it holds objects whose loading could run code, so it was not opened; store a plain tensor "
-            "with torch.save, or use safetensors."
+            f"{where}: it is damaged, or holds objects whose loading could run code, so it was not opened; store a "
+            "plain tensor with torch.save, or use safetensors."
         ) from None
-    except (OSError, ValueError, RuntimeError, EOFError, KeyError, safetensors.SafetensorError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # three foreign parsers on bytes that may be anything: no list of theirs is complete
+        told = isinstance(error, _SAYS_WHY) and str(error)
+        reason = str(error).splitlines()[0] if told else f"damaged, {type(error).__name__}"
         raise UserError(f"{where}: not a readable {file.suffix} file ({reason}); encode the clip again.") from None
+
+
+def _open(file: Path, where: str) -> _Opened:
+    kinds = {".safetensors": _open_safetensors, ".npy": _open_npy}
+    with _reading(file, where):
+        return kinds.get(file.suffix.lower(), _open_pt)(file, where)
 
 
 def _open_safetensors(file: Path, where: str) -> _Opened:
@@ -194,7 +206,10 @@ def _open_safetensors(file: Path, where: str) -> _Opened:
 
 
 def _open_npy(file: Path, where: str) -> _Opened:
-    array: Any = np.load(file, mmap_mode="r", allow_pickle=False)
+    with np.errstate(over="raise"):  # of a header that declares more than there is
+        array: Any = np.load(file, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        raise UserError(f"{where}: it is an archive of arrays (.npz), not one; store one array with numpy.save.")
     if array.dtype.name not in _NUMPY_FLOATS:
         raise UserError(f"{where}: its array is {array.dtype.name}, not floating; store float16 or float32.")
 
@@ -206,23 +221,38 @@ def _open_npy(file: Path, where: str) -> _Opened:
 
 
 def _open_pt(file: Path, where: str) -> _Opened:
+    archive = zipfile.is_zipfile(file)
+    if archive:
+        with zipfile.ZipFile(file) as members:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members.infolist()):
+                raise UserError(
+                    f"{where}: it is a compressed archive, which may unpack to any size; store it with torch.save."
+                )
     # Mapped where the format allows (zip archives): pages come in as frames are cut out.
     with warnings.catch_warnings():
         # Torch warns about the pickle protocol of a stranger's file before refusing it; the refusal is
         # enough.
         warnings.simplefilter("ignore", UserWarning)
-        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        stored = torch.load(file, map_location="cpu", weights_only=True, mmap=archive)
     metadata: dict[str, str] = {}
     if isinstance(stored, dict):
-        if isinstance(stored.get("layout"), str):
-            metadata["layout"] = stored["layout"]
+        if "layout" in stored and not isinstance(stored["layout"], torch.Tensor):
+            metadata["layout"] = str(stored["layout"])
         tensors = {str(k): v for k, v in stored.items() if isinstance(v, torch.Tensor)}
         stored = tensors[_only(list(tensors), where)]
     if not isinstance(stored, torch.Tensor):
         raise UserError(f"{where}: it holds a {type(stored).__name__}, not a tensor; store the tensor itself.")
-    tensor = stored
+    tensor = stored.detach()
     if tensor.dtype not in _FLOATS:
         raise UserError(f"{where}: its tensor is {tensor.dtype}, not floating; store float16 or float32.")
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else tensor.layout
+        raise UserError(f"{where}: its tensor is {kind}, not dense; store tensor.to_dense() or the like.")
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        raise UserError(
+            f"{where}: its tensor of shape {list(tensor.shape)} repeats the few values it holds; store "
+            "tensor.contiguous()."
+        )
 
     def read(axis: int, start: int, stop: int) -> torch.Tensor:
         return tensor.narrow(axis, start, stop - start).clone()

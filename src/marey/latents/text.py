@@ -66,15 +66,21 @@ def write_text_index(
     """Store embeddings ``(text, floating [L, D])`` as one safetensors index; returns how many texts it holds.
 
     ``encoder`` is the fingerprint of the model that made them. The empty text, if among them, is the blank
-    embedding. Raises UserError for a repeated text, an uneven width or more than ``token_limit`` tokens.
+    embedding. Raises UserError for a repeated text, an uneven width, more than ``token_limit`` tokens, or values
+    that are not floating and finite.
     """
     texts: list[str] = []
     rows: list[torch.Tensor] = []
     for text, embedding in entries:
-        if embedding.ndim != 2 or not 1 <= len(embedding) <= token_limit:
+        if embedding.ndim != 2 or not 1 <= len(embedding) <= token_limit or embedding.shape[1] < 1:
             raise UserError(
                 f"{path}: the embedding of text {text!r} has shape {list(embedding.shape)}, not [L, D] with "
-                f"1 <= L <= {token_limit}; encode it with that token limit."
+                f"1 <= L <= {token_limit} and D >= 1; encode it with that token limit."
+            )
+        if not embedding.is_floating_point() or not bool(torch.isfinite(embedding).all()):
+            raise UserError(
+                f"{path}: the embedding of text {text!r} ({embedding.dtype}) is not floating and finite; encode it "
+                "again."
             )
         if rows and embedding.shape[1] != rows[0].shape[1]:
             raise UserError(
@@ -82,7 +88,7 @@ def write_text_index(
                 "use one encoder for one index."
             )
         texts.append(text)
-        rows.append(embedding)
+        rows.append(embedding.detach())
     if not rows:
         raise UserError(f"{path}: there is no text to store; give at least one.")
     keys = text_keys(texts)
@@ -103,8 +109,34 @@ def write_text_index(
     return len(rows)
 
 
+def _damage(
+    metadata: dict[str, str], keys: torch.Tensor, offsets: torch.Tensor, shape: list[int], kind: str, token_limit: int
+) -> str | None:
+    """What is not as :func:`write_text_index` writes it, if anything; ``token_limit`` is the one asked for."""
+    if not {"encoder", "token_limit"} <= metadata.keys():
+        return "it does not name its encoder and token limit"
+    if keys.dtype != torch.int64 or offsets.dtype != torch.int64 or keys.ndim != 1 or offsets.ndim != 1:
+        return "keys and offsets are not rows of int64"
+    if len(shape) != 2 or shape[1] < 1 or kind not in ("F16", "BF16", "F32", "F64"):
+        return f"embeddings are {kind} {shape}, not floating [tokens, D]"
+    if len(offsets) != len(keys) + 1 or int(offsets[0]) != 0 or int(offsets[-1]) != shape[0]:
+        return f"offsets do not divide {shape[0]} tokens among {len(keys)} texts"
+    lengths = offsets.diff()
+    if len(keys) == 0 or int(lengths.min()) < 1:
+        return "a text has no token"
+    if metadata["token_limit"] == str(token_limit) and int(lengths.max()) > token_limit:
+        return f"a text has {int(lengths.max())} tokens, more than the limit of {token_limit}"
+    ordered = keys.numpy().view(np.uint64)
+    if not bool((ordered[1:] > ordered[:-1]).all()):
+        return "keys are not in order"
+    return None
+
+
 class PrecomputedText:
-    """Embeddings by text from an index file, checked against the encoder and the token limit that a run asks for."""
+    """Embeddings by text from an index file, checked against the encoder and the token limit that a run asks for.
+
+    Raises UserError for a file that is no index or a damaged one, and for another encoder or token limit.
+    """
 
     def __init__(self, path: Path | str, *, encoder: str, token_limit: int) -> None:
         self.path = Path(path)
@@ -115,11 +147,17 @@ class PrecomputedText:
                 metadata = dict(file.metadata() or {})
                 if metadata.get("format") != FORMAT:
                     raise UserError(f"{self.path}: not a text index ({FORMAT}); write it with write_text_index.")
-                keys = file.get_tensor("keys").numpy().view(np.uint64)
-                self._offsets = file.get_tensor("offsets").numpy()
-                rows, self.width = file.get_slice("embeddings").get_shape()
+                keys, offsets = file.get_tensor("keys"), file.get_tensor("offsets")
+                embeddings = file.get_slice("embeddings")
+                shape, kind = embeddings.get_shape(), embeddings.get_dtype()
         except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{self.path}: not a readable text index ({error}); write it again.") from None
+        problem = _damage(metadata, keys, offsets, shape, kind, token_limit)
+        if problem is not None:
+            raise UserError(f"{self.path}: a damaged text index ({problem}); write it again.")
+        self._keys = keys.numpy().view(np.uint64)
+        self._offsets = offsets.numpy()
+        self.width = int(shape[1])
         for key, asked, found in (
             ("encoder", encoder, metadata["encoder"]),
             ("token_limit", str(token_limit), metadata["token_limit"]),
@@ -129,8 +167,6 @@ class PrecomputedText:
                     f"{self.path}: data.text.{key} asks for {asked} but the index was written with {found}; "
                     "change the key or encode the texts again."
                 )
-        assert rows == self._offsets[-1], (rows, self._offsets[-1])
-        self._keys = keys
         self.fingerprint = f"{encoder} token_limit={token_limit}"
 
     def encode(self, text: str, *, clip: str) -> torch.Tensor:

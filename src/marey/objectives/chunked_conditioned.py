@@ -84,9 +84,10 @@ class ChunkedConditionedObjective(VideoProgram):
         self.windows = windows
         self.condition_noise = condition_noise
 
-    def geometry(self, batch: LatentBatch, sample: int) -> ChunkGeometry:
-        """Keyed by the sample's window and draw: batch-mates do not enter."""
-        draw = rng(self.settings.seed, "chunk-geometry", identity_key(batch, sample), *batch.draws[sample])
+    def geometry(self, batch: LatentBatch, sample: int, *, of_window: bool = False) -> ChunkGeometry:
+        """Keyed by the sample's window and draw, or by the window alone: batch-mates do not enter."""
+        key = (identity_key(batch, sample), *(() if of_window else batch.draws[sample]))
+        draw = rng(self.settings.seed, "chunk-geometry", *key)
         levels = self.decoder.schedule.levels
         size = int(draw.integers(self.chunk_sizes[0], self.chunk_sizes[1] + 1))
         window = int(draw.integers(self.windows[0], self.windows[1] + 1))
@@ -99,14 +100,18 @@ class ChunkedConditionedObjective(VideoProgram):
         return list(batch.lengths)
 
     def prepare(self, batch: LatentBatch, draws: FlowDraws) -> Prepared:
-        """Both streams; noise of the noisy stream is drawn first, then its levels, then noise of the clean stream."""
+        """Both streams; noise of the noisy stream is drawn first, then its levels, then noise of the clean stream.
+
+        Raises ``UserError`` for a batch without condition frames.
+        """
         if batch.condition is None:
             raise UserError(
                 f"{batch.identities[0]} has no condition frame, which program.name=chunked_conditioned starts from: "
-                "store condition_latent with every clip, or set program.name=prefix_suffix"
+                "read windows that begin after the clip's first stored frame with LatentAdapter(condition=True), which "
+                "takes the frame before each, or set program.name=prefix_suffix"
             )
         assert all(frames == batch.capacity for frames in batch.lengths), batch.lengths
-        geometries = [self.geometry(batch, b) for b in range(len(batch))]
+        geometries = [self.geometry(batch, b, of_window=draws.of_windows) for b in range(len(batch))]
         noise = draws.normal()
         level = self.decoder.schedule.levels_at(draws.integers(self.decoder.schedule.levels), batch.latents.dtype)
         clean = torch.cat((batch.condition.to(batch.latents), batch.latents), dim=2)

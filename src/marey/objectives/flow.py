@@ -91,7 +91,11 @@ class FlowDraws:
     Generators live on the batch's device. Numbers are float32, cast to the latents' dtype.
     """
 
+    of_windows: bool
+    """Whether the draws belong to the windows alone, whatever draw brought them (:meth:`fixed`)."""
+
     def __init__(self, batch: LatentBatch, *, layout: NoiseLayout, seed: int, micro_step: int) -> None:
+        self.of_windows = False
         self._batch = batch
         self._device = batch.latents.device
         if layout == "collated":
@@ -104,6 +108,7 @@ class FlowDraws:
     def fixed(cls, batch: LatentBatch, *, seed: int) -> FlowDraws:
         """Draws that belong to the windows alone, equal in every epoch: for validation."""
         draws = cls.__new__(cls)
+        draws.of_windows = True
         draws._batch, draws._device = batch, batch.latents.device
         keys = [derive(seed, "flow-validation", identity_key(batch, b)) for b in range(len(batch))]
         draws._start(keys, collated=False)
@@ -141,9 +146,17 @@ class FlowDraws:
 
 
 def refuse_odd_geometry(batch: LatentBatch, *, patch_t: int) -> None:
-    """A temporal patch has one noise level, so it may not hold both prefix and future, nor padding."""
+    """A temporal patch has one noise level, so it may not hold both prefix and future, nor padding.
+
+    Raises ``UserError`` naming a sample whose frames, or an alignment whose capacity, temporal patches do not divide.
+    """
     if patch_t == 1:
         return
+    if batch.capacity % patch_t:
+        raise UserError(
+            f"a batch padded to {batch.capacity} frames cannot be cut into temporal patches of {patch_t}: choose "
+            f"data.batching.pad_to_multiple_of as a multiple of {patch_t}, or model.patch_t=1"
+        )
     for identity, prefix, frames in zip(batch.identities, batch.prefixes, batch.lengths, strict=True):
         if prefix % patch_t or frames % patch_t:
             raise UserError(

@@ -55,7 +55,10 @@ class PrefixSuffixObjective(VideoProgram):
         return [frames - prefix for frames, prefix in zip(batch.lengths, batch.prefixes, strict=True)]
 
     def prepare(self, batch: LatentBatch, draws: FlowDraws) -> Prepared:
-        """Noise the future of every sample, each frame at its own level; noise is drawn first, then levels."""
+        """Noise the future of every sample, each frame at its own level; noise is drawn first, then levels.
+
+        Raises ``UserError`` for frames that temporal patches cannot hold.
+        """
         pt = self.model.size.patch_t
         refuse_odd_geometry(batch, patch_t=pt)
         noise = draws.normal()

@@ -138,18 +138,32 @@ class VideoProgram(nn.Module, ABC):
         )
 
     def forward_train_batch(self, batch: LatentBatch, *, micro_step: int) -> VideoStepOutput:
-        """One micro-step: random tensors, forward pass and loss of ``batch``."""
+        """One micro-step: random tensors, forward pass and loss of ``batch``.
+
+        ``micro_step`` counts optimizer micro-steps from the start of the run. Raises ``UserError`` for a batch that
+        the model was not built for (channels, canvas, text) or that the program cannot use.
+        """
         dropped = dropped_texts(batch, dropout=self.settings.text_dropout, seed=self.settings.seed)
         draws = FlowDraws(batch, layout=self.settings.noise, seed=self.settings.seed, micro_step=micro_step)
         return self._step(batch, self.prepare(batch, draws), dropped)
 
     @torch.no_grad()
     def forward_validation_batch(self, batch: LatentBatch) -> VideoStepOutput:
-        """The same loss with each window's own fixed random tensors and its own text, whatever the epoch or batch."""
+        """The same loss with each window's own fixed random draws and its own text, whatever the epoch or batch."""
         prepared = self.prepare(batch, FlowDraws.fixed(batch, seed=self.settings.seed))
         return self._step(batch, prepared, [False] * len(batch))
 
+    def _refuse_channels(self, batch: LatentBatch) -> None:
+        channels = batch.latents.shape[1]
+        if channels != self.model.size.channels:
+            raise UserError(
+                f"{batch.identities[0]} has latents of {channels} channels and the model reads "
+                f"{self.model.size.channels}: encode all sources with one codec, or declare the source's layout if it "
+                "is not CTHW"
+            )
+
     def _step(self, batch: LatentBatch, prepared: Prepared, dropped: list[bool]) -> VideoStepOutput:
+        self._refuse_channels(batch)
         chunks = self._chunks(batch, prepared, dropped)
         totals = [
             chunk.weight

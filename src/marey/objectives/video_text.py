@@ -13,7 +13,7 @@ from marey.objectives.flow import sample_seed
 
 
 def refuse_text_settings(*, dropout: float, blank: Tensor | None, text_channels: int | None) -> None:
-    """Text dropout replaces a text by the blank embedding, so both must exist."""
+    """Text dropout replaces a text by the blank embedding ``[L, D]``, so both must exist; ``UserError`` otherwise."""
     if dropout > 0 and text_channels is None:
         raise UserError(
             f"program.text_dropout={dropout} has no text to drop: set data.text_conditioning=task_prompt, or "
@@ -42,7 +42,10 @@ def dropped_texts(batch: LatentBatch, *, dropout: float, seed: int) -> list[bool
 def flat_text(
     batch: LatentBatch, *, text_channels: int | None, dropped: Sequence[bool], blank: Tensor | None
 ) -> tuple[Tensor | None, tuple[int, ...] | None]:
-    """Every sample's own text tokens in batch order ``[M, D]`` and how many each has; None twice without text."""
+    """Every sample's own text tokens in batch order ``[M, D]`` and how many each has; None twice without text.
+
+    Raises ``UserError``, naming a sample, where texts and ``text_channels`` do not go together.
+    """
     if text_channels is None:
         if batch.text is not None:
             raise UserError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from marey.core.errors import UserError
 from marey.pixels.ingest_worker import CHUNK_FRAMES
+from marey.pixels.lancefaults import refusing
 from marey.pixels.sources import VideoFile
 from marey.pixels.storeformat import FRAME_SCHEMA, METADATA_KEY
 from marey.pixels.unfinished import Unfinished
@@ -43,10 +44,11 @@ class Committer:
         self.episodes = 0
         self.frames = 0
         if work.store.exists():
-            with _explained(work):
+            damaged = f"{work.store} is damaged; delete {work.folder} and run the command again"
+            with refusing(lambda said: UserError(f"{damaged} ({said})")):
                 self._dataset = lance.dataset(str(work.store))
-            rows = self._dataset.count_rows()
-            last = self._dataset.take([rows - 1], columns=["source_idx", "source_step"]).to_pylist()[0]
+                rows = self._dataset.count_rows()
+                last = self._dataset.take([rows - 1], columns=["source_idx", "source_step"]).to_pylist()[0]
             self._source, self._steps = last["source_idx"], last["source_step"] + 1
 
     def add(self, outcome: dict[str, Any]) -> None:
@@ -116,13 +118,10 @@ class Committer:
             self._dataset.cleanup_old_versions(older_than=datetime.timedelta(0), delete_unverified=True)
 
 
-@contextlib.contextmanager
-def _explained(work: Unfinished) -> Iterator[None]:
-    """Lance's I/O errors as a sentence with a way on."""
-    try:
-        yield
-    except OSError as error:
-        first = (str(error).splitlines() or [""])[0][:200]
-        raise UserError(
-            f"cannot write to {work.folder}: {first}; make room, and run the same command again to go on"
-        ) from None
+def _explained(work: Unfinished) -> contextlib.AbstractContextManager[None]:
+    """Lance's errors in writing as a sentence with a way on."""
+    return refusing(
+        lambda said: UserError(
+            f"cannot write to {work.folder}: {said}; make room, and run the same command again to go on"
+        )
+    )

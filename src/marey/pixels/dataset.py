@@ -70,8 +70,9 @@ class ClipDataset(Dataset[ViewChunk]):
         self.augmentation, self.model, self.seed, self.normalize = augmentation, model, seed, normalize
         self.local_views = augmentation.local_crops_number
         self.grids = (self._grid(model.img_size), self._grid(augmentation.local_size))
-        # Episodes this process failed to read: not tried again. The outcome is the same, only sooner.
-        self._refused: dict[tuple[int, int], Refusal] = {}
+        # Clips this process failed to read: not tried again. By their first step too: other frames of the episode
+        # may well be readable, and whether they are asked for must not depend on what this process saw before.
+        self._refused: dict[tuple[int, int, int], Refusal] = {}
 
     def _grid(self, size: int) -> Grid:
         model = self.model
@@ -192,13 +193,14 @@ class ClipDataset(Dataset[ViewChunk]):
         )
 
     def _try(self, source: int, requests: Sequence[FrameRequest]) -> list[torch.Tensor | Refusal]:
-        known = [self._refused.get((source, request.episode)) for request in requests]
+        keys = [(source, request.episode, int(request.steps[0])) for request in requests]
+        known = [self._refused.get(key) for key in keys]
         ask = [request for request, refusal in zip(requests, known, strict=True) if refusal is None]
         fresh = iter(self._readers[source].read(ask))
         results = [next(fresh) if refusal is None else refusal for refusal in known]
-        for result in results:
+        for key, result in zip(keys, results, strict=True):
             if isinstance(result, Refusal):
-                self._refused[source, result.episode] = result
+                self._refused[key] = result
         return results
 
 

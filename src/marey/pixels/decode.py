@@ -11,7 +11,7 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
-from marey.pixels.media import Unreadable, open_video, reason_of, regular_size
+from marey.pixels.media import Unreadable, open_video, promised_seconds, reason_of, regular_size
 from marey.pixels.picture import Size
 from marey.pixels.timeline import Timeline, as_fraction
 
@@ -37,7 +37,11 @@ class Counts:
 
     promised: int | None = None
     """Frames by the container's index; None where it does not say. Never used to decode, only to compare."""
+    promised_s: float | None = None
+    """Seconds by the header, where the container counts no frames; None where that does not say either."""
     decoded: int = 0
+    seconds: float = 0.0
+    """What the frames that decode cover."""
     steps: int = 0
     repeats: int = 0
     """Grid steps that show the same frame as the step before."""
@@ -54,6 +58,8 @@ class Counts:
         parts = []
         if self.promised is not None and self.decoded < self.promised:
             parts.append(f"{self.decoded} of {self.promised} promised frames decode")
+        if self.promised_s is not None and self.seconds < self.promised_s - max(0.1, 3 / (self.true_rate or 1)):
+            parts.append(f"{self.seconds:.2f} of {self.promised_s:.2f} promised seconds decode")
         if self.errors:
             parts.append(f"{self.errors} decoding errors (first: {self.first_error})")
         if self.damaged:
@@ -88,6 +94,7 @@ class Reading:
                 raise Unreadable("has no clock (no time base)")
             self.time_base = stream.time_base
             self.counts.promised = stream.frames or None
+            self.counts.promised_s = None if self.counts.promised else promised_seconds(container, stream)
             line = Timeline(rate=self.rate, time_base=self.time_base)
             held: av.VideoFrame | None = None
             for frame in self._frames(container, stream, size):
@@ -103,7 +110,7 @@ class Reading:
             if count:
                 yield self._shown(held, step, count, line.frames - 1)
             self.counts.steps, self.counts.repeats, self.counts.breaks = line.steps, line.repeats, line.breaks
-            self.counts.true_rate = line.true_rate()
+            self.counts.true_rate, self.counts.seconds = line.true_rate(), float(line.seconds)
 
     def _shown(self, frame: av.VideoFrame, step: int, span: int, ordinal: int) -> Shown:
         time_s = float((frame.pts or 0) * self.time_base)

@@ -99,6 +99,12 @@ def demo_clips(split: str) -> Path:
     return demo_source(split).parent / "clips" / split
 
 
+def demo_captions(split: str) -> dict[str, str]:
+    """What each clip of ``split`` shows, in words, by its file name: ``7 anticlockwise``."""
+    with demo_clips(split).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+        return {Path(row["path"]).name: f"{row['digit']} {row['motion']}" for row in csv.DictReader(file)}
+
+
 def _root(split: str) -> Path:
     if split not in SPLITS:
         close = nearest(split, SPLITS)

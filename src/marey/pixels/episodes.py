@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from marey.core.errors import UserError
 
 
 class FrameRequest(NamedTuple):
@@ -15,6 +17,10 @@ class FrameRequest(NamedTuple):
 
     episode: int
     steps: NDArray[np.int64]
+
+
+class SourceGoneError(UserError):
+    """The source itself changed or went away while it was in use; nothing of it stands in for anything."""
 
 
 class EpisodeSource(Protocol):
@@ -36,4 +42,13 @@ class EpisodeSource(Protocol):
 
     def read(self, requests: Sequence[FrameRequest]) -> list[torch.Tensor]:
         """uint8 ``[T, 3, H, W]`` for each request, in order, all requests in one pass over the storage."""
+        ...
+
+
+@runtime_checkable
+class ReadsEach(Protocol):
+    """A source that knows which clip of several cannot be read, so that the others need not be read again."""
+
+    def read_each(self, requests: Sequence[FrameRequest]) -> list[torch.Tensor | UserError]:
+        """As ``EpisodeSource.read``, with the error of a clip that cannot be read in its place."""
         ...

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from marey.core.errors import UserError
 from marey.core.files import write_json
 from marey.core.progress import Progress
 from marey.pixels.committer import Committer
-from marey.pixels.media import Unreadable, regular_size
+from marey.pixels.lancefaults import refusing
+from marey.pixels.media import Unreadable, expanded, regular_size
 from marey.pixels.pool import Finished, Progressed, Refused, default_workers, run_tasks
 from marey.pixels.report import NOT_TEXT, IngestReport, make_report, printable, report_from_metadata, report_path
 from marey.pixels.sources import Discovery, LabelsMode, VideoFile, discover
@@ -91,7 +92,7 @@ def ingest(
         raise UserError(f"workers={workers} is not possible; give at least 1")
     if stall_s <= 0:
         raise UserError(f"stall_s={stall_s:g} is not possible; give seconds, above 0")
-    out = Path(os.path.abspath(Path(out).expanduser()))  # noqa: PTH100 (the name as given, links and all)
+    out = Path(os.path.abspath(expanded(out)))  # noqa: PTH100 (the name as given, links and all)
     found = discover(sources, labels=labels)
     plan = {
         "settings": asdict(settings),
@@ -242,19 +243,17 @@ def _already_there(out: Path, plan: dict[str, Any]) -> IngestReport | None:
     other = f"{out} exists and is not a store made by this command; choose another output, or delete it"
     if not (out / "_versions").is_dir():
         raise UserError(other)
-    try:
-        metadata = read_metadata(lance.dataset(str(out)).schema)
-    except (ValueError, OSError):
-        raise UserError(other) from None
+    with refusing(lambda _said: UserError(other)):
+        metadata = read_metadata(lance.dataset(str(out)).schema, where=out)
     if "fingerprint" not in metadata:
         raise UserError(other)
     compare_plans(metadata, plan, where=str(out))
     written = report_path(out)
     try:
-        report = json.loads(written.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        report = report_from_metadata(out, metadata)
-    return IngestReport(**(report | {"already_complete": True}))
+        report = IngestReport(**json.loads(written.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # gone, or no report: what the store itself says is enough
+        report = IngestReport(**report_from_metadata(out, metadata))
+    return replace(report, already_complete=True)
 
 
 def _fingerprint(files: Sequence[VideoFile]) -> str:

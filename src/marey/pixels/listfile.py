@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from marey.core.errors import UserError
+from marey.pixels.media import expanded
 
 LIST_SUFFIXES = (".csv", ".txt", ".tsv", ".list")
 _LARGEST_LABEL = 2**63 - 1
@@ -163,7 +164,7 @@ def _places(listing: Path, name: str) -> list[str]:
     """Where a path of the list may be: beside it, then in the working directory."""
     if not name:
         return []
-    return [os.path.abspath(base / Path(name).expanduser()) for base in (listing.parent, Path())]  # noqa: PTH100
+    return [os.path.abspath(base / expanded(name)) for base in (listing.parent, Path())]  # noqa: PTH100
 
 
 def _locate(listing: Path, name: str) -> str | None:

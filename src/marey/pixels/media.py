@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,14 @@ IO_TIMEOUT_S = 60.0
 
 class Unreadable(Exception):  # noqa: N818 (a finding about a file, not a failure of ours)
     """The file gives no frames. Its text says why, without the file's name."""
+
+
+def expanded(path: Path | str) -> Path:
+    """With a leading ``~`` resolved where there is such a user, else as it is written."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
 
 
 def regular_size(path: str) -> int:
@@ -91,6 +100,24 @@ def _video_stream(container: av.container.InputContainer) -> av.video.stream.Vid
         raise Unreadable("is in a codec this FFmpeg cannot decode")
     stream.codec_context.thread_count = 1
     return stream
+
+
+def promised_seconds(container: av.container.InputContainer, stream: av.video.stream.VideoStream) -> float | None:
+    """How long the video is by what the header says of it; None where it says nothing.
+
+    Matroska writes each stream's duration as a tag. The file's own duration is that of its longest stream, so it
+    speaks of the video only where there is nothing else. Other containers count frames, or have their duration
+    guessed from what is there, which is no promise.
+    """
+    if not any(name in container.format.name for name in ("matroska", "flv")):
+        return None
+    for name, value in stream.metadata.items():
+        tag = re.fullmatch(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)", value.strip())
+        if name.upper().startswith("DURATION") and tag is not None:
+            return int(tag[1]) * 3600 + int(tag[2]) * 60 + float(tag[3])
+    if len(container.streams) == 1 and container.duration is not None and container.duration > 0:
+        return container.duration / av.time_base
+    return None
 
 
 def modified_ns(path: str) -> int:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -63,7 +63,9 @@ def default_workers() -> int:
 
 
 @dataclass
-class _Child:
+class Child:
+    """A decoding process and what it was last heard to do."""
+
     process: subprocess.Popen[bytes]
     pipe: Connection
     ready: bool = False
@@ -90,13 +92,13 @@ def run_tasks(
     """
     waiting = iter(tasks)
     upcoming = next(waiting, None)
-    children: list[_Child] = []
+    children: list[Child] = []
     try:
         while upcoming is not None or any(child.task is not None for child in children):
             busy = sum(child.task is not None for child in children)
             idle = len(children) - busy
             if upcoming is not None and idle == 0 and len(children) < workers:
-                children.append(_start(job))
+                children.append(start_child(job))
             for child in children:
                 if child.ready and child.task is None and upcoming is not None:
                     child.task = upcoming[0]
@@ -108,21 +110,22 @@ def run_tasks(
             heard = {id(pipe) for pipe in wait([child.pipe for child in children], timeout=0.1)}
             for child in list(children):
                 if id(child.pipe) in heard:
-                    event = _hear(child)
+                    event = hear(child)
                 elif child.ready:
-                    event = _stalled(child, stall_s)
+                    event = stalled(child, stall_s)
                 else:
-                    event = _late(child)
+                    event = late(child)
                 if event is not None:
                     yield event
                 if child.process.returncode is not None:
                     children.remove(child)
     finally:
         for child in children:
-            _end(child)
+            end_child(child)
 
 
-def _start(job: str) -> _Child:
+def start_child(job: str, *, inherit: Sequence[int] = ()) -> Child:
+    """A new process for ``job``; it inherits the file descriptors ``inherit`` under the same numbers."""
     ours, theirs = multiprocessing.Pipe()
     home = str(Path(marey.__file__).parents[1])
     path = os.pathsep.join(part for part in (home, os.environ.get("PYTHONPATH")) if part)
@@ -132,15 +135,16 @@ def _start(job: str) -> _Child:
     with theirs:
         process = subprocess.Popen(
             command,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), *inherit],
             env=environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-    return _Child(process=process, pipe=ours)
+    return Child(process=process, pipe=ours)
 
 
-def _end(child: _Child) -> int:
+def end_child(child: Child) -> int:
+    """Kill it if it still runs; its exit code."""
     child.pipe.close()
     if child.process.poll() is None:
         child.process.kill()
@@ -151,11 +155,12 @@ def _end(child: _Child) -> int:
         return child.process.returncode
 
 
-def _hear(child: _Child) -> Event | None:
+def hear(child: Child) -> Event | None:
+    """Take one message. None where it is no event. Raises ``UserError`` for one that the job raised."""
     try:
         kind, value = child.pipe.recv()
     except (EOFError, OSError):
-        code = _end(child)
+        code = end_child(child)
         if not child.ready:
             raise RuntimeError(f"a decoding process could not start (exit code {code})") from None
         if child.task is None:
@@ -180,20 +185,22 @@ def _hear(child: _Child) -> Event | None:
     return Finished(task, value)
 
 
-def _stalled(child: _Child, stall_s: float) -> Event | None:
+def stalled(child: Child, stall_s: float) -> Event | None:
+    """The refusal of its file, the child being killed, where it has been silent for too long; else None."""
     silent = time.monotonic() - child.since
     if child.task is None or silent < stall_s:
         return None
     used = _cpu_seconds(child.process.pid) - child.used
     if max(ASLEEP * silent, MEASURABLE_S) < used < stall_s and silent < STARVED * stall_s:
         return None  # it computes and other programs take its time: the machine is slow, not the file
-    _end(child)
+    end_child(child)
     return Refused(child.task, f"no new frame for {stall_s:g} s, so the decoder was stopped", lasting=False)
 
 
-def _late(child: _Child) -> Event | None:
+def late(child: Child) -> Event | None:
+    """``UserError`` where a child that is starting takes too long."""
     if time.monotonic() - child.since > START_LIMIT_S:
-        _end(child)
+        end_child(child)
         raise UserError(
             f"a decoding process did not start within {START_LIMIT_S:g} s: the machine is too busy, or its disk too "
             "slow; try again with fewer --workers"

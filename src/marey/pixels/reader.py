@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import av
@@ -23,12 +23,12 @@ READ_LIMIT_S = 60.0
 class VideoReader:
     """One open file. Not for sharing between processes or threads.
 
-    A C call that never returns cannot be interrupted here; files are decoded once from end to end in a process that
-    can be killed before they get an index, so one that hangs does not come this far.
+    A C call that never returns cannot be interrupted here: ``pixels.guard`` has this done in a process that can be
+    killed. ``tick`` is called once per decoded frame.
     """
 
-    def __init__(self, path: str, index: FileIndex) -> None:
-        self.path, self._index = path, index
+    def __init__(self, path: str, index: FileIndex, *, tick: Callable[[], None] | None = None) -> None:
+        self.path, self._index, self._tick = path, index, tick
         self._stack = contextlib.ExitStack()
         self._container: Any = None
         self._stream: Any = None
@@ -120,6 +120,8 @@ class VideoReader:
 
     def _next(self, deadline: float) -> av.VideoFrame | None:
         frame = next(self._frames, None)
+        if self._tick is not None:
+            self._tick()
         if time.monotonic() > deadline:
             raise UserError(
                 f"{self.path}: finding one frame took more than {READ_LIMIT_S:g} s; the disk may be unreachable, or "

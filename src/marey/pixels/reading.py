@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from marey.core.errors import UserError
-from marey.pixels.episodes import EpisodeSource, FrameRequest
+from marey.pixels.episodes import EpisodeSource, FrameRequest, ReadsEach, SourceGoneError
 
 READ_BYTES = 1 << 27
 """Frames decoded before their views are made: enough to read storage in long strokes, and far from the memory
@@ -51,14 +51,25 @@ class ClipReader:
 
 
 def read_clips(source: EpisodeSource, requests: Sequence[FrameRequest]) -> list[torch.Tensor | Refusal]:
-    """Frames of every request, uint8 ``[T, 3, H, W]``, or why that one cannot be had."""
+    """Frames of every request, uint8 ``[T, 3, H, W]``, or why that one cannot be had.
+
+    Raises ``SourceGoneError`` where the source itself is no longer what it was: then no clip stands in for another.
+    """
     if not requests:
         return []
+    if isinstance(source, ReadsEach):
+        each = zip(requests, source.read_each(requests), strict=True)
+        return [_refusal(source, asked, got) if isinstance(got, UserError) else got for asked, got in each]
     try:
         return list(source.read(requests))
+    except SourceGoneError:
+        raise
     except READ_ERRORS as error:
         if len(requests) == 1:
-            episode = requests[0].episode
-            file, text = source.files[episode], " ".join(str(error).split()) or type(error).__name__
-            return [Refusal(episode, text if file in text else f"{file}: {text}")]
+            return [_refusal(source, requests[0], error)]
     return [result for request in requests for result in read_clips(source, [request])]
+
+
+def _refusal(source: EpisodeSource, request: FrameRequest, error: Exception) -> Refusal:
+    file, text = source.files[request.episode], " ".join(str(error).split()) or type(error).__name__
+    return Refusal(request.episode, text if file in text else f"{file}: {text}")

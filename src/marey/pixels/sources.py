@@ -12,7 +12,7 @@ from typing import Literal
 
 from marey.core.errors import UserError
 from marey.pixels.listfile import LIST_SUFFIXES, Entry, read_list
-from marey.pixels.media import VIDEO_SUFFIXES
+from marey.pixels.media import VIDEO_SUFFIXES, expanded
 
 LabelsMode = Literal["auto", "folders", "none"]
 _SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "heldout"}
@@ -77,7 +77,7 @@ def discover(sources: Sequence[str], *, labels: LabelsMode = "auto") -> Discover
 
 
 def _read_source(source: str, labels: LabelsMode) -> tuple[list[Entry], str]:
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_dir():
         return _read_folder(path, labels)
     if path.exists() or path.is_symlink():

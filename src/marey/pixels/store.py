@@ -21,12 +21,14 @@ import torch
 from numpy.typing import NDArray
 
 from marey.core.errors import UserError, nearest
-from marey.pixels.episodes import FrameRequest
-from marey.pixels.jpegs import decode_frame
+from marey.pixels.episodes import FrameRequest, SourceGoneError
+from marey.pixels.jpegs import decode_frame, frame_size
+from marey.pixels.lancefaults import refusing
+from marey.pixels.media import expanded
 from marey.pixels.storeformat import (
     BUILD_HINT,
+    MAX_PIXELS,
     REQUIRED,
-    STORE_FORMAT,
     partial_path,
     read_metadata,
     refuse_no_table,
@@ -72,37 +74,56 @@ class FrameStore:
         Raises ``UserError`` where there is no store, an ingest is unfinished, a column is missing or of the wrong
         type, or an episode's rows are inconsistent (duplicate or missing steps, changing size or label).
         """
-        where = Path(path).expanduser()
+        where = expanded(path)
         dataset = _open_table(where)
-        _check_columns(where, dataset.schema)
-        metadata = read_metadata(dataset.schema)
-        if metadata.get("format", STORE_FORMAT) > STORE_FORMAT:
-            raise UserError(
-                f"{where} is a frame store of format {metadata['format']}, newer than this version of Marey reads "
-                f"({STORE_FORMAT}); update Marey"
+        with refusing(lambda said: UserError(f"{where} is damaged ({said}); {BUILD_HINT}")):
+            _check_columns(where, dataset.schema)
+            metadata = read_metadata(dataset.schema, where=where)
+            index = EpisodeIndex.read(dataset, where)
+            names = metadata.get("label_names")
+            if names is not None and index.labels is not None and index.labels.max() >= len(names):
+                raise UserError(f"{where} has label {index.labels.max()} and names for {len(names)}; {BUILD_HINT}")
+            return cls(
+                path=str(where.absolute()),
+                name=name or where.name.removesuffix(".lance"),
+                version=_identity(dataset),
+                table_version=dataset.version,
+                index=index,
+                files=_files(dataset, index),
+                metadata=metadata,
             )
-        index = EpisodeIndex.read(dataset, where)
-        return cls(
-            path=str(where.absolute()),
-            name=name or where.name.removesuffix(".lance"),
-            version=_identity(dataset),
-            table_version=dataset.version,
-            index=index,
-            files=_files(dataset, index),
-            metadata=metadata,
-        )
 
     def dataset(self) -> lance.LanceDataset:
         """The table, opened in this process (Lance's threads do not survive a fork)."""
         if self._dataset is None or self._pid != os.getpid():
-            try:
-                self._dataset = lance.dataset(self.path, version=self._table_version)
-            except (ValueError, OSError) as error:
-                raise UserError(
-                    f"{self.path} changed or went away while it was in use ({_first_line(error)}); start again"
-                ) from None
-            self._pid = os.getpid()
+            with refusing(self._gone):
+                dataset = lance.dataset(self.path, version=self._table_version)
+                identity = _identity(dataset)
+            # A store built anew in the same place may have the same version number, and other episodes.
+            if identity != self.version:
+                raise self._gone("another store lies there now")
+            self._dataset, self._pid = dataset, os.getpid()
         return self._dataset
+
+    def _bad_frame(self, request: FrameRequest, position: int, fault: str) -> UserError:
+        return UserError(
+            f"{self.path}: the frame at episode {self._index.ids[request.episode]}, step "
+            f"{int(request.steps[position])} {fault}; ingest that video again or drop the episode"
+        )
+
+    def _unreadable(self, what: str) -> UserError:
+        """One page that cannot be read costs its clips; a data file that is not there is the end of the store."""
+        assert self._dataset is not None
+        for fragment in self._dataset.get_fragments():
+            for file in fragment.metadata.files:
+                if not (Path(self.path) / "data" / file.path).is_file():
+                    return self._gone(f"data/{file.path} is missing")
+        return UserError(f"{self.path} cannot be read ({what}); build it again, or restore it from a copy")
+
+    def _gone(self, what: str) -> SourceGoneError:
+        return SourceGoneError(
+            f"{self.path} changed or went away while it was in use ({what}); put it back as it was, or start again"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_dataset": None, "_pid": None}
@@ -117,7 +138,8 @@ class FrameStore:
         if not rows:
             return []
         wanted, places = np.unique(np.concatenate(rows), return_inverse=True)
-        frames = self.dataset().take(wanted, columns=["frame"]).column("frame")
+        with refusing(self._unreadable):
+            frames = self.dataset().take(wanted, columns=["frame"]).column("frame")
         encoded = [memoryview(value.as_buffer()).cast("B") if value.is_valid else memoryview(b"") for value in frames]
         clips: list[torch.Tensor] = []
         start = 0
@@ -125,6 +147,10 @@ class FrameStore:
             place = places[start : start + len(own)]
             start += len(own)
             height, width = int(self.heights[request.episode]), int(self.widths[request.episode])
+            # Before memory is taken for what the row claims; each frame is compared once more when it is decoded.
+            claimed = frame_size(encoded[place[0]]) if len(place) else None
+            if claimed is not None and claimed != (height, width):
+                raise self._bad_frame(request, 0, f"is {claimed[0]}x{claimed[1]} where its row says {height}x{width}")
             clip = np.empty((len(own), height, width, 3), np.uint8)
             done: dict[int, int] = {}
             for position, slot in enumerate(place.tolist()):
@@ -134,10 +160,7 @@ class FrameStore:
                 done[slot] = position
                 fault = decode_frame(encoded[slot], clip[position])
                 if fault:
-                    raise UserError(
-                        f"{self.path}: the frame at episode {self._index.ids[request.episode]}, step "
-                        f"{int(request.steps[position])} {fault}; ingest that video again or drop the episode"
-                    )
+                    raise self._bad_frame(request, position, fault)
             clips.append(torch.from_numpy(clip).permute(0, 3, 1, 2))
         return clips
 
@@ -185,6 +208,8 @@ class EpisodeIndex:
         _refuse(where, episode, inside & (jumps != 1), step, "is followed by a gap")
         for values, what in ((h, "changes its height"), (w, "changes its width"), (label, "changes its label")):
             _refuse(where, episode, inside & (np.diff(values) != 0), step, what)
+        huge = (h < 1) | (w < 1) | (h * w > MAX_PIXELS)
+        _refuse(where, episode, huge, step, "has a size that no video frame has")
         labels = np.where(label[starts] < 0, -1, label[starts])
         return cls(
             ids=episode[starts],
@@ -239,10 +264,8 @@ def _open_table(where: Path) -> lance.LanceDataset:
     if where.name.endswith(".partial"):
         raise UserError(f"{where} is an unfinished ingest; run the same `marey ingest` command again to finish it")
     refuse_no_table(where)
-    try:
+    with refusing(lambda said: UserError(f"{where} cannot be opened as a Lance table ({said}); {BUILD_HINT}")):
         return lance.dataset(str(where))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{where} cannot be opened as a Lance table ({_first_line(error)}); {BUILD_HINT}") from None
 
 
 def _check_columns(where: Path, schema: pa.Schema) -> None:
@@ -281,7 +304,3 @@ def _identity(dataset: lance.LanceDataset) -> str:
     for fragment in dataset.get_fragments():
         digest.update(json.dumps(fragment.metadata.to_json(), sort_keys=True, default=str).encode())
     return f"{dataset.version}-{digest.hexdigest()[:16]}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

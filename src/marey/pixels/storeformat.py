@@ -12,6 +12,8 @@ from marey.core.errors import UserError
 
 METADATA_KEY = "marey"
 STORE_FORMAT = 1
+MAX_PIXELS = 2**26
+"""Of one frame: twice what 8K video has. A row that says more is damaged, and no memory is taken for it."""
 REQUIRED = ("episode_idx", "step_idx", "frame", "h", "w", "label")
 FRAME_SCHEMA = pa.schema(
     [
@@ -51,7 +53,33 @@ def is_store(path: Path | str) -> bool:
     return path.name.rstrip("/").endswith(".lance") or (path / "_versions").is_dir()
 
 
-def read_metadata(schema: pa.Schema) -> dict[str, Any]:
-    """Our JSON object of a table's schema; empty for a table made elsewhere."""
+def read_metadata(schema: pa.Schema, *, where: Path) -> dict[str, Any]:
+    """Our JSON object of a table's schema; empty for a table made elsewhere.
+
+    Raises ``UserError`` for a store of a newer format, and where what stands there is not what an ingest writes.
+    """
     raw = (schema.metadata or {}).get(METADATA_KEY.encode())
-    return dict(json.loads(raw)) if raw else {}
+    if not raw:
+        return {}
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        found = None
+    good = isinstance(found, dict) and isinstance(found.get("format", STORE_FORMAT), int)
+    if good and found.get("format", STORE_FORMAT) > STORE_FORMAT:
+        raise UserError(
+            f"{where} is a frame store of format {found['format']}, newer than this version of Marey reads "
+            f"({STORE_FORMAT}); update Marey"
+        )
+    if not good or not _rate(found.get("rate")) or not _names(found.get("label_names")):
+        raise UserError(f"{where}: its {METADATA_KEY!r} entry is not what `marey ingest` writes; {BUILD_HINT}")
+    return dict(found)
+
+
+def _rate(value: Any) -> bool:
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (numeric and 0 < value < float("inf"))
+
+
+def _names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value))

@@ -37,6 +37,7 @@ class Timeline:
         self._stamp: int | Fraction | None = None
         self._gap = Fraction(0)  # between the last two frames
         self._now = Fraction(0)  # of the frame pushed last, since the first
+        self.seconds = Fraction(0)  # to the end of the last frame, once finished
         self.frames = 0
         self.steps = 0
         self.repeats = 0
@@ -78,6 +79,7 @@ class Timeline:
         if self.frames == 0:
             return 0
         gap = min(self._average(), self._gap or self._average())
+        self.seconds = self._now + gap
         return self._cover(self._now + gap, gap)
 
     def true_rate(self) -> float | None:

@@ -47,6 +47,11 @@ class Unfinished:
             raise UserError(f"another `marey ingest` is writing {out} right now; wait for it, or choose another output")
         try:
             yield cls(out, folder)
+        except OSError as error:  # sources are read by other processes: this one only writes
+            raise UserError(
+                f"cannot write to {folder.parent}: {error.strerror or error}; make room, and run the same command "
+                "again to go on from here"
+            ) from error
         finally:
             os.close(lock)
 
@@ -54,7 +59,7 @@ class Unfinished:
         """Start, or go on where the same plan was stopped (True); another plan is a ``UserError``."""
         resumed = self._plan.exists()
         if resumed:
-            compare_plans(json.loads(self._plan.read_text(encoding="utf-8")), plan, where=str(self.folder))
+            compare_plans(self._read(self._plan.read_bytes(), self._plan), plan, where=str(self.folder))
         elif any(item.name != "lock" and not item.name.startswith(".") for item in self.folder.iterdir()):
             raise UserError(f"{self.folder} exists and is no unfinished ingest; move it away")
         else:
@@ -73,9 +78,23 @@ class Unfinished:
             if len(whole) < len(data):
                 os.truncate(self._journal, len(whole))
             for line in whole.splitlines():
-                entry = json.loads(line)
+                entry = self._read(line, self._journal)
+                if not isinstance(entry.get("source"), int) or not isinstance(entry.get("outcome"), dict):
+                    raise self._damaged(self._journal)
                 found[entry["source"]] = entry["outcome"]
         return found
+
+    def _read(self, text: bytes, where: Path) -> dict[str, Any]:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise self._damaged(where)
+        return found
+
+    def _damaged(self, where: Path) -> UserError:
+        return UserError(f"{where} is damaged; delete {self.folder} and run the command again")
 
     def record(self, source: int, outcome: dict[str, Any]) -> None:
         """Add a file's outcome to the journal."""

@@ -6,7 +6,6 @@ import hashlib
 import io
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +21,15 @@ from marey.core.files import atomic_write, cache_dir
 from marey.core.progress import Progress
 from marey.pixels.decode import FileIndex
 from marey.pixels.episodes import FrameRequest
-from marey.pixels.media import Unreadable, modified_ns, regular_size
+from marey.pixels.guard import GuardedReader
+from marey.pixels.media import Unreadable, expanded, modified_ns, regular_size
 from marey.pixels.pool import Progressed, Refused, default_workers, run_tasks
-from marey.pixels.reader import VideoReader
 from marey.pixels.report import NOT_TEXT, printable
 from marey.pixels.sources import VideoFile, discover
 from marey.pixels.timeline import MIN_RATE
 
 JOB = "marey.pixels.decode:index_job"
 INDEX_FORMAT = 1
-OPEN_FILES = 8
 
 
 class RefusedFile(NamedTuple):
@@ -68,6 +66,7 @@ class VideoEpisodes:
         label_names: list[str] | None,
         refused: list[RefusedFile],
         readings: list[str],
+        stall_s: float,
     ) -> None:
         self.path, self.name = path, name
         self.rate: float | None = rate
@@ -86,7 +85,8 @@ class VideoEpisodes:
         self.labels: NDArray[np.int64] | None = numbers.astype(np.int64) if (numbers >= 0).any() else None
         identity = [[item.key for item in self._indexed], list(labels), episode_length, rate]
         self.version = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
-        self._readers: OrderedDict[int, VideoReader] = OrderedDict()
+        self._stall_s = stall_s
+        self._guard: GuardedReader | None = None
         self._pid: int | None = None
 
     @classmethod
@@ -99,12 +99,14 @@ class VideoEpisodes:
         episode_length: int,
         workers: int | None = None,
         stall_s: float = 60.0,
+        read_stall_s: float | None = None,
     ) -> VideoEpisodes:
         """Find the videos of ``path`` (see ``sources.discover``) and index each, in processes that can be killed.
 
         ``rate`` in frames per second, ``episode_length`` in frames, ``workers`` processes (None: one per CPU),
-        ``stall_s`` seconds without a new frame after which a file is refused. Indices are cached under
-        ``core.files.cache_dir()``, so that the next opening reads no video. Raises ``UserError`` if nothing is usable.
+        ``stall_s`` seconds without a new frame after which a file is refused, ``read_stall_s`` (None: the same) those
+        after which a clip is refused when it is read. Indices are cached under ``core.files.cache_dir()``, so that
+        the next opening reads no video. Raises ``UserError`` if nothing is usable.
         """
         if rate < MIN_RATE:
             raise UserError(f"a rate of {rate:g} frames per second is not possible; give at least {MIN_RATE:g}")
@@ -115,7 +117,7 @@ class VideoEpisodes:
             more = f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
             raise UserError(f"{path}: none of its {len(found.files)} videos is usable ({reasons}{more})")
         return cls(
-            path=os.path.abspath(Path(path).expanduser()),  # noqa: PTH100 (may be a pattern)
+            path=os.path.abspath(expanded(path)),  # noqa: PTH100 (may be a pattern)
             name=name or Path(path).stem,
             rate=rate,
             episode_length=episode_length,
@@ -124,17 +126,27 @@ class VideoEpisodes:
             label_names=found.label_names,
             refused=refused,
             readings=found.readings,
+            stall_s=stall_s if read_stall_s is None else read_stall_s,
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_readers": OrderedDict(), "_pid": None}
+        return self.__dict__ | {"_guard": None, "_pid": None}
 
     def read(self, requests: Sequence[FrameRequest]) -> list[torch.Tensor]:
         """uint8 ``[T, 3, H, W]`` per request (channels last in memory); each file is read forward once per call.
 
-        Raises ``UserError`` naming the file when it changed or no longer decodes, ``IndexError`` for a step outside
-        the episode.
+        Raises ``UserError`` naming the file when it changed, no longer decodes, or its decoder hung or died;
+        ``IndexError`` for a step outside the episode.
         """
+        clips = []
+        for clip in self.read_each(requests):
+            if isinstance(clip, UserError):
+                raise clip
+            clips.append(clip)
+        return clips
+
+    def read_each(self, requests: Sequence[FrameRequest]) -> list[torch.Tensor | UserError]:
+        """As ``read``, with the error of a clip that cannot be read in its place."""
         steps: list[NDArray[np.int64]] = []
         by_file: dict[int, list[int]] = {}
         for position, request in enumerate(requests):
@@ -145,32 +157,41 @@ class VideoEpisodes:
             number, start = self._episodes[request.episode]
             steps.append(start + wanted)
             by_file.setdefault(number, []).append(position)
-        clips: list[torch.Tensor | None] = [None] * len(requests)
+        clips: dict[int, torch.Tensor | UserError] = {}
         for number, positions in by_file.items():
-            every = np.unique(np.concatenate([steps[position] for position in positions]))
-            pictures = self._reader(number).fetch(every.tolist())
-            for position in positions:
-                clip = np.stack([pictures[step] for step in steps[position].tolist()])
-                clips[position] = torch.from_numpy(clip).permute(0, 3, 1, 2)
-        return [clip for clip in clips if clip is not None]
-
-    def _reader(self, number: int) -> VideoReader:
-        if self._pid != os.getpid():  # an open decoder does not survive a fork
-            self._readers, self._pid = OrderedDict(), os.getpid()
-        reader = self._readers.pop(number, None)
-        if reader is None:
-            item = self._indexed[number]
             try:
-                unchanged = index_key(item.path, self.rate or 0.0) == item.key
-            except Unreadable as error:
-                raise UserError(f"{item.path} {error}; it was there when the run began") from None
-            if not unchanged:
-                raise UserError(f"{item.path} changed since it was indexed; start again")
-            reader = VideoReader(item.path, item.index)
-        self._readers[number] = reader
-        while len(self._readers) > OPEN_FILES:
-            self._readers.popitem(last=False)[1].close()
-        return reader
+                read = self._clips(number, [steps[position] for position in positions])
+                clips |= dict(zip(positions, read, strict=True))
+            except UserError as error:
+                if len(positions) == 1:
+                    clips[positions[0]] = error
+                    continue
+                for position in positions:  # which of them is at fault
+                    try:
+                        clips[position] = self._clips(number, [steps[position]])[0]
+                    except UserError as own:
+                        clips[position] = own
+        return [clips[position] for position in range(len(requests))]
+
+    def _clips(self, number: int, steps: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
+        """Clips of one file, read together."""
+        self._check_unchanged(self._indexed[number])
+        if self._guard is None or self._pid != os.getpid():
+            self._guard, self._pid = GuardedReader(stall_s=self._stall_s), os.getpid()
+        item = self._indexed[number]
+        every = np.unique(np.concatenate(steps))
+        pictures = self._guard.fetch(number, item.path, item.index, every.tolist())
+        if len(steps) == 1 and np.array_equal(steps[0], every):  # as most clips are: nothing to copy once more
+            return [torch.from_numpy(pictures).permute(0, 3, 1, 2)]
+        return [torch.from_numpy(pictures[np.searchsorted(every, own)]).permute(0, 3, 1, 2) for own in steps]
+
+    def _check_unchanged(self, item: _Indexed) -> None:
+        try:
+            unchanged = index_key(item.path, self.rate or 0.0) == item.key
+        except Unreadable as error:
+            raise UserError(f"{item.path} {error}; it was there when the run began") from None
+        if not unchanged:
+            raise UserError(f"{item.path} changed since it was indexed; start again")
 
 
 def index_key(path: str, rate: float) -> str:
@@ -225,15 +246,17 @@ def _cached(key: str) -> Path:
 
 
 def _load(key: str) -> FileIndex | str | None:
+    """What the cache knows; None where it knows nothing, or holds something damaged: the file is then read again."""
     try:
-        data = _cached(key).read_bytes()
-    except OSError:
+        with np.load(io.BytesIO(_cached(key).read_bytes()), allow_pickle=False) as arrays:
+            facts = json.loads(str(arrays["facts"]))
+            if "refused" in facts:
+                return str(facts["refused"])
+            index = FileIndex(stamps=arrays["stamps"], ordinals=arrays["ordinals"], keys=arrays["keys"], **facts)
+    except Exception:  # a cache may hold anything, and everything in it can be made again
         return None
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        facts = json.loads(str(arrays["facts"]))
-        if "refused" in facts:
-            return str(facts["refused"])
-        return FileIndex(stamps=arrays["stamps"], ordinals=arrays["ordinals"], keys=arrays["keys"], **facts)
+    whole = all(array.dtype == np.int64 and array.ndim == 1 for array in (index.stamps, index.ordinals, index.keys))
+    return index if whole and 0 < len(index.stamps) == len(index.ordinals) else None
 
 
 def _save(key: str, value: FileIndex | str) -> None:

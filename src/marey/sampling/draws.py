@@ -10,6 +10,7 @@ one each time they are exhausted. Nothing is kept in memory but the last blocks.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from fractions import Fraction
@@ -68,8 +69,10 @@ def draw_shares(
 
     ``by_draw``: in proportion to the weight alone. Otherwise in proportion to weight times ``measures``:
     how many windows, hours, frames or tokens the source's windows hold; weights of 1 then draw every window
-    equally often, every hour equally often, and so on. Raises UserError when nothing can be drawn.
+    equally often, every hour equally often, and so on. Weights are finite and not negative (the configuration
+    says so). Raises UserError when nothing can be drawn.
     """
+    assert all(0 <= weight < math.inf for weight in weights), weights
     products = [
         Fraction(w) if meaning == "by_draw" else Fraction(w) * Fraction(m)
         for w, m in zip(weights, measures, strict=True)
@@ -126,10 +129,8 @@ class Spread:
 
 def _coprime(parts: int) -> int:
     """A number prime to ``parts`` next to its golden section."""
-    from math import gcd
-
     stride = max(1, round(parts * 0.6180339887498949))
-    while gcd(stride, parts) != 1:
+    while math.gcd(stride, parts) != 1:
         stride += 1
     return stride
 

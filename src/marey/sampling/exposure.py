@@ -137,7 +137,10 @@ def _spans(folder: Path) -> list[tuple[Path, int, int]]:
 
 
 def read_exposure(folder: Path | str) -> pa.Table:
-    """All spans and ranks together: one row a clip, columns ``source, clip_id`` and :data:`COUNTS`, sorted."""
+    """All spans and ranks together: one row a clip, columns ``source, clip_id`` and :data:`COUNTS`, sorted.
+
+    Raises UserError for a folder without a log.
+    """
     tables = [pq.read_table(path) for path, _, _ in _spans(Path(folder))]
     if not tables:
         raise UserError(f"{folder}: it holds no exposure log; give a run's exposure folder.")

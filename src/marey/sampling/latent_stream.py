@@ -40,7 +40,7 @@ def read_sources(data: LatentDataConfig) -> Sources:
     """Read every manifest that ``data`` names, all rows checked, and split off the validation side.
 
     ``data.train`` and ``data.val`` must name manifests here (a store or demo is encoded first). Raises
-    UserError for a bad row, or an empty side.
+    UserError for a bad row, an empty side, or a clip without the text that ``data.text_conditioning`` asks for.
     """
     train = [_read(source, data) for source in _configs(data.train if data.sources is None else data.sources)]
     if data.val is not None:
@@ -63,11 +63,28 @@ def _configs(named: str | Sequence[LatentSourceConfig] | None) -> Sequence[Laten
 
 def _read(source: LatentSourceConfig, data: LatentDataConfig) -> NamedManifest:
     manifest = read_manifest(source.manifest, check_files=data.check_files)
+    if data.text_conditioning == "task_prompt" and source.weight > 0:
+        _check_texts(manifest)
     return NamedManifest(source.name, manifest, source.weight, source.layout)
 
 
+def _check_texts(manifest: Manifest) -> None:
+    """A model with cross-attention reads the text of every clip: one without is found now, not when it is drawn."""
+    absent = manifest.missing_texts()
+    if absent.any():
+        row = int(absent.argmax())
+        raise UserError(
+            f"{manifest.path}, row {row + 1}, column text: clip {manifest.clip(row).clip_id} has no text, which "
+            "data.text_conditioning=task_prompt needs of every clip; give it one, or set "
+            "data.text_conditioning=disabled."
+        )
+
+
 def window_table(config: CausalConfig, sources: Sequence[NamedManifest]) -> WindowTable:
-    """The windows of ``sources`` under the configured geometry. A condition frame needs one frame before a window."""
+    """The windows of ``sources`` under the configured geometry. A condition frame needs one frame before a window.
+
+    Raises UserError for a canvas that ``model.patch`` does not divide.
+    """
     geometry = Geometry(config.data.buckets, seed=config.seed)
     lead = int(config.program.name == "chunked_conditioned")
     table = WindowTable(
@@ -90,29 +107,36 @@ def _check_divisible(source: SourceWindows, patch: int) -> None:
 
 
 def train_shares(config: CausalConfig, sources: Sequence[NamedManifest], table: WindowTable) -> list[Fraction]:
-    """The share of draws asked for each source, exact."""
-    meaning = config.data.weights
-    measures = table.weighing(meaning, patch=config.model.patch)
-    for source, size in zip(sources, table.sizes, strict=True):
-        if source.weight > 0 and size == 0:
-            raise UserError(no_window(source.name, source.manifest, table.sources[0].geometry.shortest))
-    return draw_shares(table.names, [source.weight for source in sources], measures, meaning=meaning)
+    """The share of draws asked for each source, exact.
+
+    Raises UserError for a source that is to be drawn and gives no window, or that the manifest cannot weigh.
+    """
+    for source, windows in zip(sources, table.sources, strict=True):
+        if source.weight > 0 and len(windows) == 0:
+            raise UserError(_no_window(windows))
+    meaning, weights = config.data.weights, [source.weight for source in sources]
+    measures = table.weighing(meaning, patch=config.model.patch, weights=weights)
+    return draw_shares(table.names, weights, measures, meaning=meaning)
 
 
-def no_window(name: str, manifest: Manifest, shortest: int) -> str:
+def _no_window(source: SourceWindows) -> str:
     """The refusal of a source that gives nothing."""
-    longest = int(manifest.length_frames.max()) if len(manifest) else 0
+    after = " after the condition frame" if source.lead else ""
     return (
-        f"{manifest.path}: source {name} has no usable window: its {len(manifest)} training clips have at most "
-        f"{longest} latent frames and the shortest bucket needs {shortest}; add shorter data.buckets, or set its "
-        "weight to 0."
+        f"{source.manifest.path}: source {source.name} has no usable window: its {len(source.manifest)} training clips "
+        f"have at most {source.longest_room} latent frames{after} and the shortest bucket needs "
+        f"{source.geometry.shortest}; add shorter data.buckets or longer clips, or set its weight to 0."
     )
 
 
 def train_stream(
     config: CausalConfig, sources: Sequence[NamedManifest], *, world: int
 ) -> tuple[RequestStream, list[Fraction]]:
-    """The training stream over ``world`` ranks, and the share of draws asked for each source."""
+    """The training stream over ``world`` ranks, and the share of draws asked for each source.
+
+    Raises UserError for what :func:`window_table` and :func:`train_shares` refuse, grouping by shape without height and
+    width, and an epoch that does not fill one optimizer step.
+    """
     data = config.data
     table = window_table(config, sources)
     shares = train_shares(config, sources, table)

@@ -55,7 +55,8 @@ class MicrobatchPlanner:
 
     ``tail``: what does not fill a whole optimizer step is dropped, completed by repeats, or kept as a
     shorter last micro-step (for validation; needs ``accumulate`` 1). ``shape_grouping`` gives every
-    microbatch one canvas.
+    microbatch one canvas. Raises UserError for grouping without height and width, and for an epoch of draws that,
+    dropping the rest, leaves no optimizer step.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class MicrobatchPlanner:
         self.world, self.batch, self.accumulate, self.tail = world, batch, accumulate, tail
         # A batch of one sample is of one canvas anyway, so it needs no plan and no height and width.
         self.shape_grouping = shape_grouping and batch > 1
+        # Without grouping, a batch must be of one canvas anyway: pools then go by length alone.
+        self._sorts_by_shape = shape_grouping
         if self.shape_grouping:
             windows.require_canvas(why="data.shape_bucketed_batching=true")
         self.pooled = pool_steps(pool_size, batch) if mode == "bucket" else 1
@@ -88,8 +91,9 @@ class MicrobatchPlanner:
         if tail == "drop" and whole == 0:
             raise UserError(
                 f"data.epoch_draws={draws.epoch_draws} does not fill one optimizer step of {step} samples "
-                f"({world} ranks x data.train_batch_size={batch} x accumulate_grad_batches={accumulate}); lower "
-                "the batch or set data.batching.drop_last_train=false."
+                f"({world} ranks x data.train_batch_size={batch} x accumulate_grad_batches={accumulate}; null draws "
+                "as many as there are windows); lower the batch, raise data.epoch_draws or set "
+                "data.batching.drop_last_train=false."
             )
         self._cut = whole if tail == "drop" else draws.epoch_draws
         self._plan: tuple[int, Ints, NDArray[np.int32]] | None = None
@@ -142,7 +146,9 @@ class MicrobatchPlanner:
         at = held.at
         # One number for a window of one source: equal exactly for draws of the same window.
         identity = held.window * len(self.windows.sources) + held.source
-        batches = pool_batches([at.height, at.width, at.prefix + at.future], identity, batch=self.batch)
+        length = at.prefix + at.future
+        keys = [at.height, at.width, length] if self._sorts_by_shape else [length]
+        batches = pool_batches(keys, identity, batch=self.batch)
         order = emission_order(len(batches), self._order, seed=self.seed, epoch=epoch, pool=pool)
         return _rows(held, batches[order].reshape(-1))
 

@@ -43,8 +43,9 @@ class Located(NamedTuple):
 class SourceWindows:
     """The windows of one manifest.
 
-    ``stride`` None: windows do not overlap, they start every ``geometry.longest`` frames, and so reach the
-    whole clip. ``lead`` frames (1 for a program with a condition frame) stay free before the first window.
+    ``stride`` None: windows do not overlap, they start every ``geometry.longest`` frames; frames after a shorter
+    window, up to the next start, belong to none. ``lead`` frames (1 for a program with a condition frame) stay
+    free before the first window.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class SourceWindows:
     ) -> None:
         self.name, self.manifest, self.geometry = name, manifest, geometry
         self.stride = geometry.longest if stride is None else stride
+        self.lead = lead
         self._first = np.maximum(manifest.start, lead)
         room = manifest.length_frames - self._first - geometry.shortest
         counts = np.where(room >= 0, room // self.stride + 1, 0)
@@ -78,6 +80,11 @@ class SourceWindows:
         height = unknown if manifest.height is None else manifest.height[row]
         width = unknown if manifest.width is None else manifest.width[row]
         return Located(row, start, prefix, future, height, width)
+
+    @property
+    def longest_room(self) -> int:
+        """Latent frames from the first possible start to the end of the clip that has most of them; 0 without clips."""
+        return max(0, int((self.manifest.length_frames - self._first).max(initial=0)))
 
     def measures(self, *, patch: int) -> Measures:
         """Totals over all windows; ``patch`` is the side of a token in latent cells."""
@@ -131,10 +138,11 @@ class WindowTable:
             columns[:, mine] = self.sources[s].locate(windows[mine])
         return Located(*columns)
 
-    def weighing(self, meaning: str, *, patch: int) -> list[float]:
+    def weighing(self, meaning: str, *, patch: int, weights: Sequence[float] | None = None) -> list[float]:
         """The number that ``data.weights`` multiplies each source's weight with (1 for ``by_draw``).
 
-        Raises UserError naming the source whose manifest cannot tell it.
+        A source of weight 0 in ``weights`` is not asked, and counts 0. Raises UserError naming the source whose
+        manifest cannot tell it.
         """
         if meaning == "by_draw":
             return [1.0] * len(self.sources)
@@ -146,8 +154,8 @@ class WindowTable:
             "by_tokens": ("tokens", "height and width"),
         }[meaning]
         found: list[float] = []
-        for source in self.sources:
-            value = getattr(source.measures(patch=patch), field)
+        for source, weight in zip(self.sources, weights or [1.0] * len(self.sources), strict=True):
+            value = getattr(source.measures(patch=patch), field) if weight > 0 else 0
             if value is None:
                 raise UserError(
                     f"{source.manifest.path}: data.weights={meaning} needs the column {columns}, which source "

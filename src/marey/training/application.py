@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
@@ -20,8 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from marey.config import compose
 from marey.core.errors import UserError
+from marey.training.again import Again, typed_program
 from marey.training.launched import launched_rank
-from marey.training.run import RUN_DIR_VARIABLE, check, checkpoint_folder, execute
+from marey.training.run import RUN_DIR_VARIABLE, check, checkpoint_folder, execute, say
+from marey.training.signals import FROM_SCHEDULERS, StopRequest
 
 
 def run_application(words: list[str]) -> None:
@@ -30,6 +33,12 @@ def run_application(words: list[str]) -> None:
     Raises:
         UserError: the request is wrong; Hydra's own refusals are mapped to this.
     """
+    # Importing and opening data take many seconds: a scheduler's signal then is a request too, kept for the run.
+    with StopRequest(say if launched_rank() == 0 else _silent, signals=FROM_SCHEDULERS):
+        _run_application(words)
+
+
+def _run_application(words: list[str]) -> None:
     original = sys.argv
     options = get_args_parser().parse_args(words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
@@ -65,6 +74,12 @@ def run_application(words: list[str]) -> None:
                 checkpoint_dir=checkpoint_folder(config, base=base),
                 overrides=list(hydra_config.overrides.task),
                 command=list(original),
+                again=Again(
+                    program=[*typed_program(original), *_config_words(options)],
+                    overrides=_typed(hydra_config),
+                    folder=Path.cwd(),
+                    run_dir=run_dir.resolve(),
+                ),
             )
         except UserError as error:
             refused.append(error)  # through Hydra it would arrive with a banner of Hydra's in front
@@ -86,6 +101,22 @@ def run_application(words: list[str]) -> None:
         sys.argv = original
     if refused:
         raise refused[0]
+
+
+def _config_words(options: argparse.Namespace) -> list[str]:
+    """Which configuration was asked for, as it was typed."""
+    named = {"--config-name": options.config_name, "--config-dir": options.config_dir}
+    named["--config-path"] = options.config_path
+    return [word for option, value in named.items() if value is not None for word in (option, str(value))]
+
+
+def _typed(hydra_config: HydraConf) -> list[str]:
+    """The overrides of this run, of a sweep's single one too."""
+    return [*hydra_config.overrides.task, *hydra_config.overrides.hydra]
+
+
+def _silent(_line: str) -> None:
+    """What ranks other than 0 say."""
 
 
 def _starts_one_run(options: argparse.Namespace) -> bool:

@@ -1,4 +1,8 @@
-"""Checkpoints: complete or absent, every n optimizer steps and at the end, the step in every name."""
+"""Checkpoints: complete or absent, every n optimizer steps and at the end, the step in every name.
+
+A checkpoint is one file that carries its own proof: written under a temporary name, sealed with the SHA-256 of its
+content (``core.files``), flushed to disk, renamed. Only then does ``last.ckpt`` point at it; only then do old ones go.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -15,21 +19,24 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from marey.config.schema import CheckpointConfig
 from marey.core.errors import UserError
-from marey.core.files import atomic_write, sync_folder
+from marey.core.files import SealingWriter, atomic_write, sync_folder
 from marey.training.folders import LAST, checkpoint_name
 from marey.training.record import Record
 from marey.training.watch import Watch
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes under a temporary name, flushes to disk, renames. Reads tensors and plain values only."""
+    """Writes under a temporary name, seals, flushes to disk, renames. Reads tensors and plain values only."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """``torch.save`` of ``checkpoint``, whole or not at all."""
+        """``torch.save`` of ``checkpoint``, whole and sealed or not at all.
+
+        Raises:
+            UserError: the disk refuses.
+        """
         assert storage_options is None
         try:
-            with atomic_write(path) as file:
-                torch.save(checkpoint, file)
+            save_sealed(checkpoint, path)
         except OSError as error:
             raise UserError(
                 f"the checkpoint {path} cannot be written ({error.strerror or error}); earlier checkpoints are "
@@ -45,6 +52,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """``torch.load`` that executes nothing from the file."""
         content: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
         return content
+
+
+def save_sealed(content: dict[str, Any], path: str | Path) -> str:
+    """``torch.save`` into a sealed file, whole or not at all; returns its SHA-256, computed as it was written.
+
+    Raises:
+        OSError: as the system refuses; an earlier file of that name stays as it was.
+    """
+    with atomic_write(path) as file:
+        writer = SealingWriter(file)
+        try:
+            torch.save(content, cast("IO[bytes]", writer))  # all that it uses is write and flush
+        except RuntimeError as error:
+            # PyTorch's archive writer turns what the disk said into a complaint about positions.
+            if writer.error is None:
+                raise
+            raise writer.error from error
+        return writer.seal()
 
 
 class CheckpointWriter(Checkpoint):
@@ -102,22 +127,29 @@ class CheckpointWriter(Checkpoint):
         path = self.folder / self._name(epoch=trainer.current_epoch, step=trainer.global_step)
         self.saved = [*(old for old in self.saved if old != path), path]
         old = self._too_old(trainer)
-        self._record.saved = [kept.name for kept in self.saved if kept not in old]
+        # What is about to go is named too: a kill before it is gone leaves it to the resumed run's retention.
+        self._record.saved = [kept.name for kept in self.saved]
         trainer.save_checkpoint(path)
         if not trainer.is_global_zero:
             return
-        size = path.stat().st_size
-        last = link_last(path) if self.config.save_last else path
+        try:
+            last = link_last(path) if self.config.save_last else path
+        except OSError as error:
+            raise UserError(
+                f"{path.with_name(LAST)} cannot be written ({error.strerror or error}); {path} and the checkpoints "
+                "before it are complete: free the disk, then resume from there"
+            ) from error
+        # The receipt comes before the old ones go: the command in it must never name a file that is gone.
+        self._record.written(
+            last if path in old else path,
+            last=last,
+            step=trainer.global_step,
+            epoch=trainer.current_epoch,
+            removed=old,
+        )
         for gone in old:
             gone.unlink(missing_ok=True)
         self.saved = [kept for kept in self.saved if kept not in old]
-        self._record.written(
-            last if path in old else path,
-            step=trainer.global_step,
-            epoch=trainer.current_epoch,
-            size=size,
-            removed=old,
-        )
 
     def _name(self, *, epoch: int, step: int) -> str:
         return checkpoint_name(

@@ -55,6 +55,17 @@ class Console(pl.Callback):
         self._stack.__exit__(type(exception), exception, exception.__traceback__)
 
 
+def validation_due(trainer: pl.Trainer) -> bool:
+    """Whether Lightning validates after the micro-step just made because its turn has come, not because a run ends."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    stops, trainer.should_stop = trainer.should_stop, False
+    try:
+        return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+    finally:
+        trainer.should_stop = stops
+
+
 class Validation(pl.Callback):
     """Averages the validation losses over micro-steps and ranks, and writes ``validation.csv``.
 
@@ -62,16 +73,38 @@ class Validation(pl.Callback):
     of all: micro-steps then may be of unequal size.
     """
 
-    def __init__(self, path: Path, columns: tuple[str, ...], *, say: Callable[[str], None], after_step: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        columns: tuple[str, ...],
+        *,
+        say: Callable[[str], None],
+        done_steps: int,
+        due_in_epoch: int | None,
+    ) -> None:
         self._file = MetricsFile(path, columns)
-        self._say, self._after_step = say, after_step
+        self._say, self._done, self._due_in = say, done_steps, due_in_epoch
         self._sums: dict[str, Any] = {}
         self._count = 0
 
     def on_fit_start(self, trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
         """Open the file."""
         if trainer.is_global_zero:
-            self._file.start(after_step=self._after_step)
+            # A row of the restored step itself was due, and is made again, or is of a stop's own last look.
+            self._file.start(after_step=self._done - 1)
+
+    def on_train_start(self, trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
+        """Make up for a validation that was due right after the checkpoint: Lightning takes it as done."""
+        if self._due_in is None:
+            return
+        loop = trainer.fit_loop.epoch_loop
+        first = trainer._logger_connector._first_loop_iter
+        loop.val_loop.restarting = False  # from its first batch
+        trainer.validating = True
+        loop.val_loop.run()
+        trainer.training = True
+        trainer._logger_connector._first_loop_iter = first
+        self._due_in = None
 
     def on_validation_epoch_start(self, _trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
         """Begin anew."""
@@ -98,7 +131,8 @@ class Validation(pl.Callback):
         means = self._means(trainer)
         if trainer.is_global_zero:
             row = {f"val/{name}": value for name, value in means.items()}
-            self._file.append({"step": trainer.global_step, "epoch": trainer.current_epoch, **row})
+            epoch = trainer.current_epoch if self._due_in is None else self._due_in
+            self._file.append({"step": trainer.global_step, "epoch": epoch, **row})
             self._say(f"validation at step {trainer.global_step}: loss {means['loss']:.4f}")
             for logger in trainer.loggers:
                 logger.log_metrics(row, step=trainer.global_step)

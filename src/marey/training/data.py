@@ -12,12 +12,14 @@ from marey.core.tokens import ViewChunk
 from marey.pixels.dataset import ClipDataset, build_train_dataset, collate
 from marey.pixels.digits import demo_source
 from marey.pixels.episodes import EpisodeSource
-from marey.pixels.open import open_source
+from marey.pixels.open import STALL_S, open_source
 from marey.sampling.order import Draw, EpochPlan, MicroBatchSampler, rank_positions
 from marey.training.batchplan import BatchPlan
 from marey.training.loader import MicroStepLoader
 
 DEMO = "demo:"
+DECODERS_IN_A_ROW = 4
+"""How many of them may hang, one after another, within loader.timeout."""
 PRELOADED = ("marey.pixels.dataset",)
 """What a worker that reads clips imports."""
 
@@ -175,12 +177,18 @@ def _open(config: EncoderConfig, data: str | list[SourceConfig], *, clips_per_vi
             name=entry.name,
             video_rate=config.data.video_rate,
             video_episode_length=config.data.video_episode_length,
+            read_stall_s=_read_stall_s(config.loader.timeout),
         )
         for entry in entries
     ]
     dataset = build_train_dataset(config, sources, data=entries)
     per_video = dataset.clips_per_video if clips_per_video is None else [clips_per_video] * len(sources)
     return ClipData(sources=sources, dataset=dataset, clips_per_video=per_video)
+
+
+def _read_stall_s(timeout: int) -> float:
+    """A decoder that hangs is stopped, and its clip replaced, well before the loader gives up on the batch."""
+    return min(STALL_S, timeout / DECODERS_IN_A_ROW) if timeout else STALL_S
 
 
 def _entries(config: EncoderConfig, data: str | list[SourceConfig]) -> list[SourceConfig]:

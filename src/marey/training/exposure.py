@@ -27,6 +27,14 @@ def per_source(ledger: Ledger, *, names: list[str], frames_per_clip: int) -> lis
     ]
 
 
+def cut_exposure(run_dir: Path, *, step: int) -> None:
+    """Remove the tables of steps after ``step``: of a future that a resume abandons."""
+    for path in (run_dir / "exposure").glob("step-*.parquet"):
+        number = path.stem.removeprefix("step-")
+        if number.isdigit() and int(number) > step:
+            path.unlink()
+
+
 def write_exposure(run_dir: Path, *, step: int, sources: list[dict[str, Any]]) -> Path:
     """``exposure/step-0000400.parquet``: columns step, name, clips, frames, tokens, replaced."""
     path = run_dir / "exposure" / f"step-{step:07d}.parquet"

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import yaml
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from marey.config.runs import RunConfig
+from marey.config.schema import describe
 from marey.core.errors import UserError
+from marey.core.files import write_text
 from marey.core.keys import derive
+from marey.training.again import Again
 from marey.training.averaging import Averaging
-from marey.training.batchplan import BatchPlan, max_seconds
+from marey.training.batchplan import max_seconds
 from marey.training.checkpoint import CheckpointWriter, check_retention
 from marey.training.console import Console, Validation
 from marey.training.kinds.base import open_kind
@@ -28,16 +33,16 @@ from marey.training.lightning_setup import (
     refusals_in_words,
     refuse_foreign_callbacks,
 )
-from marey.training.loader import MicroStepLoader, ignored_settings
+from marey.training.loader import MicroStepLoader
 from marey.training.loggers import build_loggers
 from marey.training.metrics import MetricsCallback, MetricsFile
 from marey.training.module import TrainingModule
 from marey.training.receipt import Ending
-from marey.training.record import Record, count_parameters
-from marey.training.refusals import clear_refusals, leave_refusal, refusal_elsewhere
+from marey.training.record import Record
+from marey.training.refusals import disk_in_words, leave_refusal, refusal_elsewhere
 from marey.training.resume import Start, begin
-from marey.training.schedule import check_schedule
 from marey.training.signals import ABORTED, StopRequest
+from marey.training.sitting import check_length, check_something_left, run_lines, saves, take_folders
 from marey.training.watch import AgreedRefusalError, Watch
 
 Say = Callable[[str], None]
@@ -50,11 +55,13 @@ def fit(
     checkpoint_dir: Path,
     differences: list[str],
     command: list[str],
+    again: Again,
     say: Say,
 ) -> Path | None:
     """Train, and return the newest checkpoint (None where checkpoints are off, and on ranks other than 0).
 
-    ``say`` takes one plain line for people. A stop on request returns like a finished run.
+    ``say`` takes one plain line for people; ``again`` knows the command that goes on with the run. A stop on request
+    returns like a finished run. While it lasts, nobody else trains into ``run_dir`` or ``checkpoint_dir``.
 
     Raises:
         UserError: what cannot be run as asked, before or during training; files already complete are kept.
@@ -62,14 +69,23 @@ def fit(
     """
     if _rank() != 0:
         say = _silent
-    else:
-        clear_refusals(run_dir)
     refuse_foreign_callbacks()
     check_retention(config.checkpoint)
     loaders: list[MicroStepLoader] = []
-    with quiet_lightning(), StopRequest(say) as stop:
+    with quiet_lightning(), StopRequest(say) as stop, ExitStack() as held:
+        if _rank() == 0:
+            for line in take_folders(held, config, run_dir=run_dir, checkpoint_dir=checkpoint_dir):
+                say(f"note          {line}")
         try:
-            run = _Run(config, run_dir=run_dir, checkpoint_dir=checkpoint_dir, say=say, stop=stop, loaders=loaders)
+            run = _Run(
+                config,
+                run_dir=run_dir,
+                checkpoint_dir=checkpoint_dir,
+                again=again,
+                say=say,
+                stop=stop,
+                loaders=loaders,
+            )
             return run.train(differences=differences, command=command)
         except AgreedRefusalError:
             if _rank() != 0:
@@ -96,22 +112,24 @@ class _Run:
         *,
         run_dir: Path,
         checkpoint_dir: Path,
+        again: Again,
         say: Say,
         stop: StopRequest,
         loaders: list[MicroStepLoader],
     ) -> None:
         self.run_dir, self.checkpoint_dir = run_dir, checkpoint_dir
         self.say, self.stop, self.loaders = say, stop, loaders
-        self.saves = config.trainer.enable_checkpointing is not False and not config.trainer.fast_dev_run
+        self.saves = saves(config)
         self.validates = config.trainer.limit_val_batches != 0 and not config.trainer.fast_dev_run
         _seed_libraries(config.seed)
+        self.given = config
         self.kind = open_kind(config, validates=self.validates)
         self.config = config = self.kind.config
         self.plan = self.kind.plan
-        _check_length(config, self.plan)
+        check_length(config, self.plan)
         self.module = self._module()
         self.start, self.resumed_from = begin(self.kind, self.module)
-        self._check_something_left()
+        check_something_left(self.start, self.plan)
         self.ledger = self.kind.ledger()
         self.watch = Watch(
             self.kind,
@@ -139,6 +157,8 @@ class _Run:
             watch=self.watch,
             metrics=self.metrics,
             averaging=averaging,
+            again=again,
+            say=say,
         )
         self.writer = CheckpointWriter(checkpoint_dir, config.checkpoint, watch=self.watch, record=self.record)
         if self.start is not None:
@@ -154,23 +174,43 @@ class _Run:
         """See ``fit``."""
         trainer, start = self.trainer, self.start
         if trainer.is_global_zero:
-            self.record.open(self.module, differences=differences, command=command, resumed_from=self.resumed_from)
+            with self._disk():
+                self._open_record(differences=differences, command=command)
         self.kind.start_exposure(self.run_dir, rank=trainer.global_rank, ledger=self.ledger)
-        for line in self._opening_lines():
+        on_cpu = trainer.strategy.root_device.type == "cpu"
+        for line in run_lines(self.kind, self.module, on_cpu=on_cpu, start=start, resumed_from=self.resumed_from):
             self.say(line)
-        if start is not None:
-            self.say(f"resumes       {start.path} at step {start.step}, epoch {start.epoch}")
         self.stop.forward = getattr(trainer.strategy.launcher, "kill", None)
-        with self.record.closing(), refusals_in_words():
-            self._fit()
-            self.kind.before_checkpoint(self.ledger)
+        try:
+            with self.record.closing(), refusals_in_words(), self._disk():
+                self._fit()
+                self.kind.before_checkpoint(self.ledger)
+        except BaseException:
+            if start is not None or self.record.newest is not None:
+                self.record.say_again()
+            raise
         ending: Ending = self.watch.ending or "finished"
         newest = self.record.newest
         where = "" if newest is None else f"; newest checkpoint {newest}"
         sentence = f"{ending} after {self.ledger.optimizer_steps} optimizer steps{where}"
         self.record.close(ending, sentence)
         self.say(sentence)
+        if ending == "stopped on request":
+            self.record.say_again()
         return newest
+
+    def _disk(self) -> AbstractContextManager[None]:
+        return disk_in_words(run_dir=self.run_dir, checkpoint_dir=self.checkpoint_dir)
+
+    def _open_record(self, *, differences: list[str], command: list[str]) -> None:
+        self.record.open(
+            self.module,
+            differences=differences,
+            command=command,
+            start=self.start,
+            resumed_from=self.resumed_from,
+        )
+        write_text(self.run_dir / "config.yaml", yaml.safe_dump(describe(self.given), sort_keys=False))
 
     def _fit(self) -> None:
         trainer, module, start = self.trainer, self.module, self.start
@@ -194,31 +234,14 @@ class _Run:
                 raise
             raise AgreedRefusalError(said) from error
 
-    def _opening_lines(self) -> Iterator[str]:
-        """Parameters, data and steps, then what is unusual about this run."""
-        config = self.config
-        counts = count_parameters(self.module)
-        parts = ", ".join(f"{name} {count:,}" for name, count in counts.items() if name != "total")
-        yield f"model         {self.kind.model_name()}: {counts['total']:,} parameters ({parts})"
-        yield from self.kind.opening_lines()
-        ignored = ignored_settings(config.loader)
-        if ignored:
-            yield f"note          loader.num_workers=0: {', '.join(ignored)} have no effect"
-        on_cpu = self.trainer.strategy.root_device.type == "cpu"
-        if on_cpu and str(config.trainer.precision).startswith(("bf16", "16")):
-            yield (
-                f"note          trainer.precision={config.trainer.precision} is kept and is slow on a CPU; "
-                "trainer.precision=32-true is many times faster there"
-            )
-        if not self.saves:
-            yield "note          checkpoints are off for this run"
-
     def _module(self) -> TrainingModule:
         on_cuda = self.config.trainer.accelerator != "cpu" and torch.cuda.is_available()
         pin_memory = self.config.loader.pin_memory and on_cuda
         self.loaders.append(self.kind.train_loader(pin_memory=pin_memory))
         if self.validates:
             self.loaders.append(self.kind.val_loader(pin_memory=pin_memory))
+        for loader in self.loaders:
+            loader.say = self.say
         train_loader, val_loader = (*self.loaders, None)[:2]
         assert train_loader is not None
         return TrainingModule(self.kind.objective(), kind=self.kind, train_loader=train_loader, val_loader=val_loader)
@@ -234,7 +257,9 @@ class _Run:
         if self.validates:
             columns = self.kind.validation_columns
             path = self.run_dir / "validation.csv"
-            callbacks.append(Validation(path, columns, say=self.say, after_step=self.done_steps))
+            start = self.start
+            due = start.epoch if start is not None and start.state.get("validation_due") else None
+            callbacks.append(Validation(path, columns, say=self.say, done_steps=self.done_steps, due_in_epoch=due))
         if self.saves:
             callbacks.append(self.writer)
         trainer = build_trainer(
@@ -245,7 +270,9 @@ class _Run:
             validates=self.validates,
             run_dir=self.run_dir,
             callbacks=callbacks,
-            loggers=[] if config.trainer.fast_dev_run else build_loggers(config, self.run_dir),
+            loggers=[]
+            if config.trainer.fast_dev_run
+            else build_loggers(config, self.run_dir, after_step=self.done_steps),
         )
         if trainer.world_size != self.plan.world_size:
             raise UserError(
@@ -264,33 +291,10 @@ class _Run:
         self.ledger.load_state_dict(start.state["consumed"])
         self.metrics.go_on(start.state["interval"])
         self.watch.trained_seconds = float(start.state["trained_seconds"])
+        self.watch.skipped_in_a_row = int(start.state.get("skipped_in_a_row", 0))
         if start.path.resolve().parent == self.checkpoint_dir.resolve():
             names = start.state["saved"]
             self.writer.saved = [path for name in names if (path := self.checkpoint_dir / name).exists()]
-
-    def _check_something_left(self) -> None:
-        total = self.plan.total_steps
-        if self.start is not None and total is not None and self.start.step >= total:
-            raise UserError(
-                f"{self.start.path} has {self.start.step} optimizer steps and this run ends at {total}; "
-                "raise trainer.max_steps (or trainer.max_epochs) to train further"
-            )
-
-
-def _check_length(config: RunConfig, plan: BatchPlan) -> None:
-    """Refuse a run without an end, or without a step."""
-    trainer = config.trainer
-    if trainer.max_epochs is None and trainer.max_steps == -1 and trainer.max_time is None:
-        raise UserError(
-            "nothing ends this run: set trainer.max_epochs, trainer.max_steps or trainer.max_time "
-            "(trainer.max_epochs=-1 trains until it is stopped)"
-        )
-    if plan.total_steps == 0:
-        raise UserError(
-            f"trainer.max_steps={trainer.max_steps} and trainer.max_epochs={trainer.max_epochs} "
-            "leave no step to train; set them above 0"
-        )
-    check_schedule(config, plan.total_steps)
 
 
 def _rank() -> int:

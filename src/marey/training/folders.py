@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-import tempfile
+import secrets
+from collections.abc import Iterable
 from pathlib import Path
 
 from marey.core.errors import UserError
+from marey.core.files import leftovers
 
 SUFFIX = ".ckpt"
 LAST = f"last{SUFFIX}"
@@ -46,14 +48,33 @@ def check_writable(checkpoint_dir: Path) -> None:
     try:
         checkpoint_dir.mkdir(parents=True, exist_ok=True)
         # Permission bits do not tell: they mean nothing to root, or on a read-only or full file system.
-        with tempfile.NamedTemporaryFile(dir=checkpoint_dir, prefix=".writable-") as file:
-            file.write(b"checkpoint")
-            file.flush()
+        trial = checkpoint_dir / f".writable.{secrets.token_hex(4)}.tmp"
+        try:
+            trial.write_bytes(b"checkpoint")
+        finally:
+            trial.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
             f"checkpoints cannot be written to {checkpoint_dir} ({error.strerror or error}); "
             "set checkpoint.dirpath to a folder that can be written to"
         ) from error
+
+
+def clean(folders: Iterable[Path]) -> str | None:
+    """Remove what interrupted writes left in ``folders``; says what went in one line, None where there was nothing.
+
+    Call it while the folders are locked: a temporary file there then belongs to nobody.
+    """
+    found = [path for folder in dict.fromkeys(folders) for path in leftovers(folder)]
+    if not found:
+        return None
+    size = 0
+    for path in found:
+        size += path.stat().st_size
+        path.unlink()
+    names = ", ".join(path.name for path in found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
+    files = "1 file" if len(found) == 1 else f"{len(found)} files"
+    return f"removed {files} ({size / 1e6:.1f} MB) that an interrupted write left: {names}"
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -11,9 +11,10 @@ from marey.config.causal import LatentDataConfig
 from marey.core.files import cache_dir, write_json
 from marey.latents.codecs import Codec, build_codec
 from marey.latents.encode import MANIFEST, STATE, encode
-from marey.pixels.digits import demo_source
+from marey.pixels.digits import demo_captions, demo_source
 from marey.pixels.open import open_source
-from marey.training.latents import CODEC, DEMO, encoding_name
+from marey.pixels.shrunk import Shrunk
+from marey.training.latents import CODEC, DEMO, DEMO_SIDE, demo_latents, encoding_name
 
 
 def encoded(path: str, data: LatentDataConfig) -> Path:
@@ -25,17 +26,21 @@ def encoded(path: str, data: LatentDataConfig) -> Path:
     codec = build_codec(data.codec.name, data.codec.options)
     if path.startswith(DEMO):
         split = path.removeprefix(DEMO)
-        source: Any = open_source(str(demo_source(split)), video_rate=15.0, video_episode_length=1)
-        folder = Path(source.path).parent / f"latents-{split}-{encoding_name(data)}"
+        store = open_source(str(demo_source(split)), video_rate=15.0, video_episode_length=1)
+        source: Any = Shrunk(store, DEMO_SIDE)
+        captions = demo_captions(split)
+        texts: list[str | None] | None = [captions[Path(file).name] for file in source.files]
+        folder = Path(store.path).parent / demo_latents(split, data)
     else:
         source = open_source(path, video_rate=data.video_rate, video_episode_length=data.video_episode_length)
         folder = cache_dir() / "latents" / encoding_name(data, str(Path(path).resolve()), source.version)
+        texts = _texts(source)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _complete(folder, codec):
-            encode(source, folder, codec, texts=_texts(source))
-            record = {"format": 1, "name": data.codec.name, "options": dict(data.codec.options)}
+            encode(source, folder, codec, texts=texts)
+            record = {"format": 1, "name": data.codec.name, "options": dict(data.codec.options or {})}
             write_json(folder / CODEC, record)
     return folder / MANIFEST
 

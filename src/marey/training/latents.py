@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 from marey.config.causal import CausalConfig, LatentDataConfig, LatentSourceConfig
 from marey.core.errors import UserError
 from marey.latents.requests import WindowRequest
+from marey.sampling.budget import check_budget
 from marey.sampling.latent_stream import NamedManifest, Sources, read_sources, train_stream, validation_stream
 from marey.sampling.planner import MicrobatchPlanner
 from marey.sampling.stream import RequestStream
 
 DEMO = "demo:"
 MANIFESTS = (".csv", ".parquet", ".pq")
+DEMO_SIDE = 32
+"""Pixels of the demo's frames before they are encoded: small enough to train on in minutes without a GPU."""
 CODEC = "codec.json"
 """Beside a manifest that was encoded here: the codec's name and options."""
 PRELOADED = ("marey.training.latent_batch", "marey.latents.dataset")
@@ -47,6 +50,11 @@ def encoding_name(data: LatentDataConfig, *identity: str) -> str:
     return f"{data.codec.name}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
+def demo_latents(split: str, data: LatentDataConfig) -> str:
+    """The folder of a demo split's latents, beside its store."""
+    return f"latents-{split}-{DEMO_SIDE}-{encoding_name(data)}"
+
+
 def built_manifest(path: str, data: LatentDataConfig) -> Path | None:
     """The manifest that ``path`` stands for, where it exists already; nothing is built and torch stays unloaded."""
     if is_manifest(path):
@@ -56,7 +64,7 @@ def built_manifest(path: str, data: LatentDataConfig) -> Path | None:
 
         split = path.removeprefix(DEMO)
         store = built_source(split)
-        manifest = None if store is None else store.parent / f"latents-{split}-{encoding_name(data)}" / "manifest.csv"
+        manifest = None if store is None else store.parent / demo_latents(split, data) / "manifest.csv"
         return manifest if manifest is not None and manifest.is_file() else None
     return None
 
@@ -107,28 +115,9 @@ def open_streams(config: CausalConfig, *, world: int, validates: bool) -> Stream
     train, shares = train_stream(config, sources.train, world=world)
     counting, _ = train_stream(config, sources.train, world=world)
     val = validation_stream(config, sources.val, world=world) if validates else None
-    _check_budget(config, train.planner)
+    if config.data.batching.max_tokens is not None:
+        check_budget(train.planner, max_tokens=config.data.batching.max_tokens, patch=config.model.patch)
     return Streams(sources, train, counting.planner, shares, val)
-
-
-def _check_budget(config: CausalConfig, planner: MicrobatchPlanner) -> None:
-    import numpy as np
-
-    budget = config.data.batching.max_tokens
-    if budget is None:
-        return
-    for source in planner.windows.sources:
-        if not len(source) or source.manifest.height is None:
-            continue
-        at = source.locate(np.arange(len(source), dtype=np.int64))
-        tokens = (at.prefix + at.future) * (at.height // config.model.patch) * (at.width // config.model.patch)
-        i = int(tokens.argmax())
-        if tokens[i] > budget:
-            clip = source.manifest.clip(int(at.row[i])).clip_id
-            raise UserError(
-                f"{source.name}/{clip}@{int(at.start[i])} alone has {int(tokens[i])} video tokens, more than "
-                f"data.batching.max_tokens={budget}; raise it or choose shorter data.buckets"
-            )
 
 
 class Walk:

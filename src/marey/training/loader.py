@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -21,6 +22,15 @@ NAMED_FILES = 3
 """How many files a message about a stalled worker names."""
 POLL_S = 2.0
 """Seconds between two looks at whether the workers still live, while none of them delivers."""
+MAX_DEATHS = 3
+"""How often workers may die over one micro-step before the run gives up: what kills them again and again is not
+chance."""
+SETTLE_S = 5.0
+"""Seconds within which a worker whose connection broke is seen to be dead."""
+
+
+class _WorkerDiedError(Exception):
+    """A loader process is gone."""
 
 
 class Reader(Protocol):
@@ -93,6 +103,10 @@ class MicroStepLoader:
     (with ``persistent_workers``) and are started with the modules ``preload`` imported. ``waited`` counts the
     seconds spent waiting for data.
 
+    A worker that dies (killed for memory, by hand) is no loss: what it would have delivered is arithmetic, so all
+    workers are started anew at the micro-step that is due. ``deaths`` counts that and ``say`` hears of it (stderr
+    until it is set); over ``MAX_DEATHS`` on one micro-step it is a UserError.
+
     ``from_the_top`` makes every ``iter()`` start at the first micro-step of epoch 0 (validation: what is measured
     must not depend on how much was looked at before).
     """
@@ -111,6 +125,8 @@ class MicroStepLoader:
     ) -> None:
         self.steps, self.micro_steps, self.rank = steps, micro_steps, 0
         self.waited = 0.0
+        self.deaths = 0
+        self.say: Callable[[str], None] = _say
         self._dataset, self._config, self._collate, self._preload = dataset, config, collate, tuple(preload)
         self._pin_memory, self._from_the_top = pin_memory, from_the_top
         self._next = (0, 0)
@@ -146,7 +162,7 @@ class MicroStepLoader:
         epoch, first = self._next
         for micro_step in range(first, self.micro_steps):
             started = time.perf_counter()
-            chunks = [self._take(micro_step, chunk) for chunk in range(self.steps.chunks)]
+            chunks = self._chunks(micro_step)
             self.waited += time.perf_counter() - started
             last = micro_step + 1 == self.micro_steps
             self._next = (epoch + 1, 0) if last else (epoch, micro_step + 1)
@@ -172,6 +188,23 @@ class MicroStepLoader:
         atexit.register(self.close)
         return iter(loader)
 
+    def _chunks(self, micro_step: int) -> list[Any]:
+        """All chunks of the micro-step at ``self._next``, whatever happens to the workers meanwhile."""
+        for death in itertools.count(1):
+            try:
+                return [self._take(micro_step, chunk) for chunk in range(self.steps.chunks)]
+            except _WorkerDiedError as died:
+                self.deaths += 1
+                if death > MAX_DEATHS:
+                    raise UserError(
+                        f"a loader worker {died}, {death} times over the same micro-step; most often memory ran out: "
+                        f"lower loader.num_workers, loader.prefetch_factor or {self.steps.batch_key}"
+                    ) from died
+                self.say(f"a loader worker {died}; the workers are started anew and nothing is lost")
+                self.close(by_force=True)
+                self._stream = self._open()
+        raise AssertionError  # the count has no end
+
     def _take(self, micro_step: int, chunk: int) -> Any:
         assert self._stream is not None
         started = time.monotonic()
@@ -180,14 +213,15 @@ class MicroStepLoader:
                 return next(self._stream)
             except UserError as error:
                 raise UserError(_innermost(error)) from error
+            except (OSError, EOFError) as error:
+                # Tensors are fetched from the process that made them; one that is gone has taken them along.
+                if not self._someone_is_dead():
+                    raise
+                raise self._died(micro_step, chunk, type(error).__name__) from error
             except RuntimeError as error:
                 text = str(error)
                 if "exited unexpectedly" in text or "killed by signal" in text:
-                    raise UserError(
-                        f"a loader worker died while reading {self._reading(micro_step, chunk)} "
-                        f"({text.splitlines()[0]}); most often memory ran out: lower loader.num_workers, "
-                        f"loader.prefetch_factor or {self.steps.batch_key}"
-                    ) from error
+                    raise self._died(micro_step, chunk, text.splitlines()[0]) from error
                 if "timed out after" not in text:
                     raise
                 # Nobody delivered for POLL_S and all workers live: waiting goes on until loader.timeout.
@@ -200,19 +234,31 @@ class MicroStepLoader:
                         "loader.timeout"
                     ) from error
 
+    def _died(self, micro_step: int, chunk: int, how: str) -> _WorkerDiedError:
+        return _WorkerDiedError(f"died while reading {self._reading(micro_step, chunk)} ({how})")
+
+    def _someone_is_dead(self) -> bool:
+        workers = getattr(self._stream, "_workers", [])
+        deadline = time.monotonic() + SETTLE_S
+        while workers and time.monotonic() < deadline:
+            if not all(worker.is_alive() for worker in workers):
+                return True
+            time.sleep(0.05)
+        return False
+
     def _reading(self, micro_step: int, chunk: int) -> str:
         files = list(dict.fromkeys(self.steps.files(self._next[0], micro_step, self.rank, chunk)))
         more = f" and {len(files) - NAMED_FILES} more" if len(files) > NAMED_FILES else ""
         return ", ".join(files[:NAMED_FILES]) + more
 
-    def close(self) -> None:
-        """End the workers. Iterating again starts new ones."""
+    def close(self, *, by_force: bool = False) -> None:
+        """End the workers, ``by_force`` without asking them first. Iterating again starts new ones."""
         stream, self._stream = self._stream, None
         if stream is None:
             return
         atexit.unregister(self.close)
         workers = list(getattr(stream, "_workers", []))
-        if self._stuck:  # asking it to end would wait for it in vain
+        if self._stuck or by_force:  # asking it to end would wait for it in vain
             self._stuck = False
             for worker in workers:
                 worker.kill()
@@ -239,11 +285,15 @@ def ignored_settings(config: LoaderSettings) -> list[str]:
     ]
 
 
+def _say(line: str) -> None:
+    print(f"marey: {line}", file=sys.stderr, flush=True)
+
+
 def _as_dataset(maker: Reader) -> Dataset[Any]:
     return maker  # type: ignore[return-value]  # torch only calls __getitems__
 
 
 def _innermost(error: UserError) -> str:
     """The sentence of a refusal, without the traceback that crossing a process boundary wraps around it."""
-    marker = f"{UserError.__module__}.{UserError.__qualname__}: "
+    marker = f"{type(error).__module__}.{type(error).__qualname__}: "
     return str(error).rpartition(marker)[2].strip()

@@ -11,15 +11,18 @@ from marey.config.runs import RunConfig
 from marey.core.errors import UserError
 
 
-def build_loggers(config: RunConfig, run_dir: Path) -> list[Logger]:
+def build_loggers(config: RunConfig, run_dir: Path, *, after_step: int) -> list[Logger]:
     """The loggers of a run; none with ``trainer.logger=false``.
+
+    after_step: TensorBoard hides what an earlier sitting in the folder logged after it.
 
     Raises:
         UserError: Weights & Biases is asked for and not installed.
     """
     if config.trainer.logger is False:
         return []
-    loggers: list[Logger] = [TensorBoardLogger(save_dir=run_dir, name="tensorboard", version="")]
+    hidden = after_step + 1 if after_step else None
+    loggers: list[Logger] = [TensorBoardLogger(save_dir=run_dir, name="tensorboard", version="", purge_step=hidden)]
     if config.wandb.enabled:
         if find_spec("wandb") is None:
             raise UserError(

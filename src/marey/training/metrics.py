@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from marey.core.files import write_text
+from marey.core.files import file_named, write_text
 from marey.training.kinds.base import Consumed, Kind
 from marey.training.watch import StepReport, Watch
 
@@ -69,9 +69,11 @@ class MetricsFile:
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row; None is left empty, floats keep all their digits."""
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self.columns, restval="", lineterminator="\n")
-            writer.writerow({key: "" if value is None else value for key, value in row.items()})
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self.columns, restval="", lineterminator="\n")
+        writer.writerow({key: "" if value is None else value for key, value in row.items()})
+        with file_named(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
+            file.write(text.getvalue())
 
 
 class _Sums:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from marey import __version__
 from marey.config.schema import EncoderConfig, describe
 from marey.core.files import write_json
+from marey.training.attempts import Earlier
 from marey.training.ema import describe_rule
 
 if TYPE_CHECKING:
@@ -42,10 +43,12 @@ class Receipt:
         write_json(self.path, self.content)
 
     def close(self, status: Status, sentence: str) -> None:
-        """Say how the run ended, for good."""
-        self.content["status"] = status
-        self.content["ended"] = now()
-        self.content["how_it_ended"] = sentence
+        """Say how this sitting ended, for good."""
+        ending = {"status": status, "ended": now(), "how_it_ended": sentence}
+        self.content.update(ending)
+        self.content["attempts"][-1].update(ending)
+        if status == "finished":
+            self.content["resume_command"] = None
         self.write()
 
 
@@ -59,25 +62,45 @@ def open_receipt(
     parameters: dict[str, int],
     checkpoint_keys: dict[str, str],
     resumed_from: dict[str, Any] | None,
+    from_step: int,
+    earlier: Earlier,
+    resume_command: str | None,
 ) -> Receipt:
     """What is known when training starts. The order of the keys is the order in which a person wants to read them."""
     config = kind.config
     recipe = config.recipe
+    code, host = code_facts(), host_facts()
+    run_id, started = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}", now()
+    attempt = {
+        "number": len(earlier.attempts) + 1,
+        "run_id": run_id,
+        "started": started,
+        "ended": None,
+        "status": "running",
+        "how_it_ended": "",
+        "from_step": from_step,
+        "to_step": from_step,
+        "world_size": kind.plan.world_size,
+        "code": code,
+        "host": host,
+    }
     content: dict[str, Any] = {
         "format": FORMAT,
         "kind": kind.name,
-        "run_id": f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}",
+        "run_id": run_id,
         "status": "running",
         "how_it_ended": "",
-        "started": now(),
+        "started": started,
         "updated": now(),
         "ended": None,
         "command": list(command),
+        "resume_command": resume_command,
         "run_dir": str(run_dir),
         "checkpoint_dir": str(checkpoint_dir),
         "resumed_from": resumed_from,
-        "code": code_facts(),
-        "host": host_facts(),
+        "attempts": [*earlier.attempts, attempt],
+        "code": code,
+        "host": host,
         "recipe": {
             "name": recipe.name,
             "source": recipe.source,
@@ -95,7 +118,7 @@ def open_receipt(
         "parameters": parameters,
         "ema": {**config.ema.model_dump(mode="json"), "rule": describe_rule(config.ema), "updates": 0},
         "consumed": {},
-        "checkpoints": [],
+        "checkpoints": list(earlier.checkpoints),
         "checkpoint_keys": checkpoint_keys,
         "config": describe(config),
     }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,16 @@ from torch import nn
 from marey import __version__
 from marey.config.schema import describe
 from marey.core.errors import UserError
+from marey.core.files import read_seal
+from marey.training.again import Again, launcher_note
+from marey.training.attempts import earlier_sittings
 from marey.training.averaging import Averaging
+from marey.training.console import validation_due
+from marey.training.folders import checkpoint_name
 from marey.training.kinds.base import Consumed, Kind
 from marey.training.metrics import MetricsCallback
-from marey.training.receipt import Receipt, Status, now, open_receipt
+from marey.training.receipt import Receipt, Status, open_receipt
+from marey.training.resume import Start
 from marey.training.signals import ABORTED
 from marey.training.watch import Watch
 
@@ -34,6 +41,8 @@ class Record:
         watch: Watch,
         metrics: MetricsCallback,
         averaging: Averaging | None,
+        again: Again,
+        say: Callable[[str], None],
     ) -> None:
         self.receipt: Receipt | None = None
         self.newest: Path | None = None
@@ -43,6 +52,7 @@ class Record:
         self._kind, self._config, self._plan = kind, kind.config, kind.plan
         self._run_dir, self._checkpoint_dir = run_dir, checkpoint_dir
         self._ledger, self._watch, self._metrics, self._averaging = ledger, watch, metrics, averaging
+        self._again, self._say = again, say
 
     def open(
         self,
@@ -50,9 +60,20 @@ class Record:
         *,
         differences: list[str],
         command: list[str],
+        start: Start | None,
         resumed_from: dict[str, Any] | None,
     ) -> None:
-        """Write the receipt of a run that starts."""
+        """Write the receipt of a sitting that starts.
+
+        Raises:
+            UserError: the folder holds the records of another run.
+        """
+        earlier = earlier_sittings(
+            self._run_dir,
+            config=describe(self._config),
+            step=None if start is None else start.step,
+            origin=None if start is None else start.receipt,
+        )
         self.receipt = open_receipt(
             self._kind,
             run_dir=self._run_dir,
@@ -62,9 +83,26 @@ class Record:
             parameters=count_parameters(module),
             checkpoint_keys=self._keys(),
             resumed_from=resumed_from,
+            from_step=0 if start is None else start.step,
+            earlier=earlier,
+            resume_command=self._again.command(None),
         )
+        if start is not None:
+            self._add_unlisted(start)
         self._refresh()
         self.receipt.write()
+
+    def _add_unlisted(self, start: Start) -> None:
+        """List the checkpoint to go on from, where a kill came between its last byte and the receipt's."""
+        assert self.receipt is not None
+        entries, settings = self.receipt.content["checkpoints"], self._config.checkpoint
+        name = checkpoint_name(
+            settings.filename, epoch=start.epoch, step=start.step, insert_names=settings.auto_insert_metric_name
+        )
+        path = self._checkpoint_dir / name
+        same = path.exists() and start.path.exists() and path.samefile(start.path)
+        if same and all(entry["step"] != start.step for entry in entries):
+            entries.append(_entry(path, step=start.step, epoch=start.epoch))
 
     def complete(self, trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
         """Add to a checkpoint what is this program's own. Plain values and tensors only."""
@@ -95,20 +133,26 @@ class Record:
                 "interval": self._metrics.interval(),
                 "trained_seconds": self._watch.trained_seconds,
                 "saved": list(self.saved),
+                "skipped_in_a_row": self._watch.skipped_in_a_row,
+                "validation_due": self._kind.validates and validation_due(trainer),
             },
         }
 
-    def written(self, path: Path, *, step: int, epoch: int, size: int, removed: list[Path]) -> None:
-        """A checkpoint is on disk, and old ones may be gone: receipt and exposure follow."""
+    def written(self, path: Path, *, last: Path, step: int, epoch: int, removed: list[Path]) -> None:
+        """A checkpoint is on disk, and old ones are about to go: receipt and exposure follow.
+
+        ``last`` is the name to go on from: ``last.ckpt`` is there whatever moment a kill finds.
+        """
         assert self.receipt is not None
         self.newest = path
+        self.receipt.content["resume_command"] = self._again.command(last)
         gone = {str(old) for old in removed}
         entries = self.receipt.content["checkpoints"]
         entries[:] = [entry for entry in entries if entry["path"] != str(path)]
         for entry in entries:
             if entry["path"] in gone:
                 entry["removed"] = True
-        entries.append({"path": str(path), "step": step, "epoch": epoch, "bytes": size, "written": now()})
+        entries.append(_entry(path, step=step, epoch=epoch))
         self._refresh()
         self.receipt.write()
         self._kind.after_checkpoint(self._run_dir, self._ledger, step=step)
@@ -129,15 +173,28 @@ class Record:
             raise
 
     def close(self, status: Status, sentence: str) -> None:
-        """Say how the run ended."""
-        if self.receipt is not None:
-            self._refresh()
+        """Say how this sitting ended; a disk that cannot take it must not hide how that was."""
+        if self.receipt is None:
+            return
+        self._refresh()
+        try:
             self.receipt.close(status, sentence)
+        except OSError as error:
+            self._say(f"note          {self.receipt.path} cannot be written ({error.strerror or error})")
+
+    def say_again(self) -> None:
+        """Print the command that goes on with the run."""
+        line = None if self.receipt is None else self.receipt.content["resume_command"]
+        if line is not None:
+            note = launcher_note()
+            self._say("resume with" + ("" if note is None else f" ({note})"))
+            self._say(f"    {line}")
 
     def _refresh(self) -> None:
         if self.receipt is None:
             return
         self.receipt.content["consumed"] = self._kind.describe_consumed(self._ledger)
+        self.receipt.content["attempts"][-1]["to_step"] = self._ledger.optimizer_steps
         if self._averaging is not None and self._averaging.ema is not None:
             self.receipt.content["ema"]["updates"] = self._averaging.ema.updates
 
@@ -146,6 +203,14 @@ class Record:
         said = self._kind.summary_keys
         average = {ema.save_key: said["state_dict_ema"]} if ema.enabled else {}
         return {"state_dict": said["state_dict"], **average}
+
+
+def _entry(path: Path, *, step: int, epoch: int) -> dict[str, Any]:
+    """A checkpoint as the receipt lists it."""
+    status = path.stat()
+    written = datetime.fromtimestamp(status.st_mtime, UTC).isoformat(timespec="seconds")
+    facts = {"bytes": status.st_size, "sha256": read_seal(path), "written": written}
+    return {"path": str(path), "step": step, "epoch": epoch, **facts}
 
 
 def count_parameters(module: nn.Module) -> dict[str, int]:

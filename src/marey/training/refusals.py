@@ -7,7 +7,9 @@ connection that breaks, and look there for the reason.
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from marey.core.errors import UserError
@@ -16,6 +18,25 @@ from marey.core.files import write_text
 _NAME = "refusal-rank-{rank}.txt"
 PATIENCE_S = 2.0
 """How long a file on a shared disk may take to show on another machine."""
+
+
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE}
+"""What a disk refuses with, whatever was asked of it."""
+
+
+@contextlib.contextmanager
+def disk_in_words(*, run_dir: Path, checkpoint_dir: Path) -> Iterator[None]:
+    """A disk that is full, or can no longer be written to, in one sentence; any other error as it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        what = error.filename or f"a file of the run in {run_dir} or {checkpoint_dir}"
+        raise UserError(
+            f"{what} cannot be written ({error.strerror}); checkpoints already written are untouched: make room, then "
+            "resume from the newest"
+        ) from error
 
 
 def leave_refusal(run_dir: Path, *, rank: int, error: UserError) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from marey.config.schema import describe
@@ -16,6 +14,7 @@ from marey.core.errors import UserError
 from marey.training.changes import changed_keys, check_names, covers
 from marey.training.ema import average_key
 from marey.training.kinds.base import Kind
+from marey.training.reading import read_checkpoint
 
 # Changing these changes how a run is carried out or watched, not what it computes; each kind of run adds its own.
 HARMLESS = (
@@ -27,6 +26,8 @@ HARMLESS = (
     "loader.pin_memory",
     "loader.prefetch_factor",
     "loader.timeout",
+    "max_skipped_in_a_row",
+    "max_skipped_steps",
     "on_nonfinite",
     "recipe",
     "resume",
@@ -52,32 +53,6 @@ HARMLESS = (
     "trainer.val_check_interval",
     "wandb",
 )
-
-
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint this program wrote, on the CPU. Nothing in the file is executed.
-
-    Raises:
-        UserError: missing, damaged, would execute code, or not a training checkpoint of this program.
-    """
-    if not path.is_file():
-        raise UserError(f"resume.ckpt_path={path} is not a file; give a .ckpt file of an earlier run")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"resume.ckpt_path={path} holds more than tensors and plain values, and loading the rest would execute "
-            "code from the file; give a checkpoint written by `marey train`"
-        ) from error
-    except (RuntimeError, EOFError, OSError, KeyError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"resume.ckpt_path={path} cannot be read ({reason}); give another checkpoint") from error
-    about = content.get("marey") if isinstance(content, dict) else None
-    if not isinstance(about, dict) or about.get("format") != 1 or not isinstance(content.get("state_dict"), dict):
-        raise UserError(
-            f"resume.ckpt_path={path} was not written by this version of `marey train`; give a checkpoint that was"
-        )
-    return dict(content)
 
 
 def load_weights(
@@ -175,12 +150,12 @@ def check_same_experiment(
     allow: Sequence[str],
     same_batches: bool,
     reason: str | None = None,
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
     """Refuse an exact resume whose configuration would make it another experiment.
 
     ``allow`` names keys, or sections, whose change is accepted. ``same_batches``: effective batch, statistic batch
     and BatchNorm group are those of the checkpoint. ``reason`` says why accepting would not help (``impossible``).
-    Returns the accepted changes, for the receipt.
+    Returns the accepted changes and the harmless ones, for people and for the receipt.
 
     Raises:
         UserError: listing every change that is not accepted.
@@ -191,9 +166,8 @@ def check_same_experiment(
         harmless |= set(kind.partition)
     if config.scheduler.end_lr != config.optimizer.lr or config.weight_decay_scheduler.enabled:
         harmless -= {"trainer.max_epochs", "trainer.max_steps"}  # they say where the schedule ends
-    changes = {
-        key: (before, after) for key, before, after in changed_keys(old, describe(config)) if not covers(harmless, key)
-    }
+    every = {key: (before, after) for key, before, after in changed_keys(old, describe(config))}
+    changes = {key: pair for key, pair in every.items() if not covers(harmless, key)}
     refused = [f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if not covers(allow, key)]
     if refused:
         keys = ",".join(key for key in changes if not covers(allow, key))
@@ -201,7 +175,12 @@ def check_same_experiment(
         raise UserError(
             f"resuming {path} exactly would change the experiment: {'; '.join(refused)}; set these keys back, or {way}"
         )
-    return [f"{key}: {before} -> {after}" for key, (before, after) in changes.items()]
+    # Which checkpoint a run goes on from is no change to list.
+    noted = {key: pair for key, pair in every.items() if key not in changes and not covers(("resume",), key)}
+    accepted, unasked = (
+        [f"{key}: {before} -> {after}" for key, (before, after) in found.items()] for found in (changes, noted)
+    )
+    return accepted, unasked
 
 
 def _afresh(reason: str) -> str:
@@ -245,6 +224,8 @@ class Start:
     epoch: int
     state: dict[str, Any]
     """``marey.resume`` of the checkpoint."""
+    receipt: dict[str, Any]
+    """The receipt as of the checkpoint: of the sitting that wrote it."""
 
 
 def begin(kind: Kind, module: nn.Module) -> tuple[Start | None, dict[str, Any] | None]:
@@ -265,7 +246,7 @@ def begin(kind: Kind, module: nn.Module) -> tuple[Start | None, dict[str, Any] |
             "resume.weights=ema starts a new run from averaged weights and resume.weights_only=false continues an "
             "old one; set resume.weights_only=true, or resume.weights=online"
         )
-    checkpoint = read_checkpoint(path)
+    checkpoint, notes = read_checkpoint(path, exact=exact)
     about = checkpoint["marey"]
     if about["kind"] != kind.name:
         raise UserError(
@@ -281,18 +262,20 @@ def begin(kind: Kind, module: nn.Module) -> tuple[Start | None, dict[str, Any] |
         "exact": exact,
         "weights": weights,
         "allowed_changes": [],
-        "notes": [],
+        "harmless_changes": [],
+        "notes": notes,
     }
     check_names(allow, describe(config), about["config"])
     if not exact:
         load_weights(module, checkpoint, weights=weights, path=path)
-        said["allowed_changes"], said["notes"] = check_same_meaning(about["config"], kind, path=path, allow=allow)
+        said["allowed_changes"], other = check_same_meaning(about["config"], kind, path=path, allow=allow)
+        said["notes"] += other
         return None, said
     reason = impossible(about, kind)
     same_batches = all(
         about[name] == getattr(plan, name) for name in ("effective_batch", "statistic_batch", "norm_group")
     )
-    said["allowed_changes"] = check_same_experiment(
+    said["allowed_changes"], said["harmless_changes"] = check_same_experiment(
         about["config"], kind, path=path, allow=allow, same_batches=same_batches, reason=reason
     )
     check_same_data(
@@ -317,4 +300,4 @@ def begin(kind: Kind, module: nn.Module) -> tuple[Start | None, dict[str, Any] |
             f"written by {about['world_size']} ranks, continued by {plan.world_size}: "
             "equal within rounding, not bit by bit"
         )
-    return Start(path, about["step"], about["epoch"], about["resume"]), said
+    return Start(path, about["step"], about["epoch"], about["resume"], about["receipt"]), said

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import yaml
-
 from marey.config import compose
 from marey.config.runs import RunConfig
 from marey.config.schema import describe
-from marey.core.files import write_text
+from marey.training.again import Again
 from marey.training.batchplan import resolve_devices
 from marey.training.compare import comparison_lines, restore_lines
 from marey.training.folders import check_folder, check_writable
 from marey.training.launched import launched_rank
+from marey.training.lock import check_free
 from marey.training.preflight import check_data, check_hardware
 
 RUN_DIR_VARIABLE = "MAREY_RUN_DIR"
@@ -38,6 +37,7 @@ def check(config: RunConfig, checkpoint_dir: Path | None) -> None:
     check_folder(checkpoint_dir, None if resume is None else Path(resume).expanduser())
     saves = config.trainer.enable_checkpointing is not False and not config.trainer.fast_dev_run
     if saves and launched_rank() == 0:
+        check_free(checkpoint_dir, key="checkpoint.dirpath")
         check_writable(checkpoint_dir)
 
 
@@ -47,9 +47,15 @@ def checkpoint_folder(config: RunConfig, *, base: Path | None = None) -> Path:
 
 
 def execute(
-    config: RunConfig, *, run_dir: Path, checkpoint_dir: Path, overrides: list[str], command: list[str]
+    config: RunConfig,
+    *,
+    run_dir: Path,
+    checkpoint_dir: Path,
+    overrides: list[str],
+    command: list[str],
+    again: Again,
 ) -> None:
-    """Run ``config``, leaving its records in ``run_dir``.
+    """Run ``config``, leaving its records in ``run_dir``. ``again`` says how a person goes on with it.
 
     Raises:
         UserError: the request cannot be run here; see :func:`check`.
@@ -63,7 +69,7 @@ def execute(
     if first:
         differences = recipe_differences(config, overrides)
         announce(config, differences)
-        write_text(run_dir / "config.yaml", yaml.safe_dump(describe(config), sort_keys=False))
+        check_free(run_dir, key="hydra.run.dir")
         os.environ[RUN_DIR_VARIABLE] = str(run_dir)
     from marey.training.fit import fit  # deferred: Lightning takes many seconds to import
 
@@ -74,6 +80,7 @@ def execute(
             checkpoint_dir=checkpoint_dir,
             differences=differences,
             command=command,
+            again=again,
             say=say if first else _silent,
         )
     finally:

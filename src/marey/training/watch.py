@@ -29,8 +29,6 @@ from marey.training.module import TrainingModule
 from marey.training.receipt import Ending
 from marey.training.signals import StopRequest
 
-MAX_SKIPPED_IN_A_ROW = 10
-
 
 class AgreedRefusalError(UserError):
     """A refusal that every rank raises at the same point, so that none needs to end the others."""
@@ -83,7 +81,8 @@ class Watch(pl.Callback):
         self._config, self._plan = kind.config, kind.plan
         self._stop, self._max_seconds, self._run_dir, self._say = stop, max_seconds, run_dir, say
         self._stop_agreed = self._time_is_up = False
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
+        """Optimizer steps just skipped, one after the other."""
         self._buffers: dict[str, Tensor] = {}
         self._clock = time.perf_counter()
         self._waited = 0.0
@@ -131,7 +130,7 @@ class Watch(pl.Callback):
         if skipped:
             self._not_finite(window, pl_module, trainer, optimizer, step)
         else:
-            self._skipped_in_a_row = 0
+            self.skipped_in_a_row = 0
             self._rescale(pl_module, numbers)
         pairs = self._ledger.count(
             epoch=trainer.current_epoch,
@@ -246,18 +245,28 @@ class Watch(pl.Callback):
                 f"the loss or a gradient is not finite at step {step}, before its update; {path} lists the step's "
                 "clips; lower optimizer.lr, look at those clips, or set on_nonfinite=skip"
             )
-        self._skipped_in_a_row += 1
-        if self._skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
-            raise AgreedRefusalError(
-                f"{self._skipped_in_a_row} optimizer steps in a row are not finite, the last at step {step}; {path} "
-                "lists their clips; lower optimizer.lr or resume from an earlier checkpoint"
-            )
+        self.skipped_in_a_row += 1
+        self._check_limits(step, path)
         self._say(f"step {step} is not finite and is skipped; {path} lists its clips")
         # Without gradients AdamW touches neither weights nor moments, and no weight decays.
         optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for name, buffer in module.named_buffers():
                 buffer.copy_(self._buffers[name])
+
+    def _check_limits(self, step: int, path: Path) -> None:
+        """Skipping is for a bad sample now and then, not for a run that has come apart."""
+        in_a_row, every = self.skipped_in_a_row, self._ledger.skipped_steps + 1
+        for count, key, limit, words in (
+            (in_a_row, "max_skipped_in_a_row", self._config.max_skipped_in_a_row, " in a row"),
+            (every, "max_skipped_steps", self._config.max_skipped_steps, ""),
+        ):
+            if limit is not None and count > limit:
+                raise AgreedRefusalError(
+                    f"{count} optimizer steps{words} are not finite, the last at step {step}, and {key}={limit}; "
+                    f"{path} lists their clips: lower optimizer.lr, look at those clips, or resume from an earlier "
+                    "checkpoint"
+                )
 
     def _keep_buffers(self, module: pl.LightningModule) -> None:
         """Running statistics as of the last good step: the forward pass of a bad one has already spoilt them."""

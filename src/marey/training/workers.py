@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 
 PRELOADED = ("torch", "marey.training.workers")
+LEFT_TO_MAIN = (signal.SIGINT, signal.SIGTERM, *((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ()))
+"""A terminal, and a scheduler that ends a job, send these to every process of a run."""
 
 
 def init_worker(_worker: int) -> None:
-    """Leave Ctrl-C and SIGTERM to the main process, which finishes its step and then ends the workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Leave requests to stop to the main process, which finishes its step and then ends the workers."""
+    for number in LEFT_TO_MAIN:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def worker_context(preload: Sequence[str]) -> BaseContext:
@@ -25,4 +29,22 @@ def worker_context(preload: Sequence[str]) -> BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, *preload])
+    _start_server()
     return context
+
+
+def _start_server() -> None:
+    """Start multiprocessing's own two processes with the signals blocked, which what they fork inherits.
+
+    Were the server to die of one, its workers would count as dead. Blocked here and not ignored: one that arrives
+    meanwhile reaches this process afterwards.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_MAIN)
+    try:
+        resource_tracker.ensure_running()  # it unblocks the two that it knows of
+        signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_MAIN)
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -40,6 +40,7 @@ class Consumed(Protocol):
 
     micro_steps: int
     optimizer_steps: int
+    skipped_steps: int
     replaced: list[int]
     """By source."""
 

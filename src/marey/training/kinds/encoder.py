@@ -17,7 +17,7 @@ from marey.objectives.registry import build, summary_keys
 from marey.training.announce import opening_lines
 from marey.training.batchplan import batch_plan, validation_steps
 from marey.training.data import build_loader, open_train, open_val, validates_on_training_data
-from marey.training.exposure import per_source, write_exposure
+from marey.training.exposure import cut_exposure, per_source, write_exposure
 from marey.training.kinds.base import Consumed, Kind, MicroStepRecord
 from marey.training.ledger import Ledger
 from marey.training.loader import MicroStepLoader
@@ -104,7 +104,13 @@ class EncoderKind(Kind):
         )
 
     def start_exposure(self, run_dir: Path, *, rank: int, ledger: Consumed) -> None:
-        """Nothing: counts per source are arithmetic."""
+        """Counts per source are arithmetic: tables of an abandoned future go, and one that a kill cut off is made."""
+        assert isinstance(ledger, Ledger)
+        assert isinstance(ledger, Ledger)
+        if rank == 0:
+            cut_exposure(run_dir, step=ledger.optimizer_steps)
+            if ledger.optimizer_steps:
+                write_exposure(run_dir, step=ledger.optimizer_steps, sources=self._per_source(ledger))
 
     def move(self, batch: list[ViewChunk], device: torch.device, dtype: torch.dtype) -> list[ViewChunk]:  # noqa: ARG002
         """Patches and positions go to the device; identities stay on the CPU, where they are read."""

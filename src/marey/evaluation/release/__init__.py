@@ -1,0 +1,1 @@
+"""What `marey export` copies beside the weights: code that runs without Marey."""

@@ -1,0 +1,129 @@
+"""Reading frames of video files so that a decoder that hangs or dies costs its clip and nothing else.
+
+FFmpeg is C: a call that never returns cannot be interrupted, and one that crashes takes its process with it. So
+frames are decoded by a child process (``pixels.framejob``) that is killed when it stalls, and comes back through
+memory that both processes map.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from marey.core.errors import UserError
+from marey.pixels.decode import FileIndex
+from marey.pixels.pool import Child, Finished, Refused, end_child, hear, late, stalled, start_child
+
+JOB = "marey.pixels.framejob:read_frames"
+OPEN_FILES = 8
+"""Files that a decoding process keeps open."""
+POLL_S = 0.1
+
+
+class GuardedReader:
+    """Frames of any of a list of files. Belongs to the process that made it; not for several threads.
+
+    ``stall_s``: seconds without a decoded frame after which the decoder is killed (longer where the machine leaves
+    it too little of the CPU, see ``pixels.pool``). The next read starts another.
+    """
+
+    def __init__(self, *, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._process: _Process | None = None
+
+    def fetch(self, number: int, path: str, index: FileIndex, steps: Sequence[int]) -> NDArray[np.uint8]:
+        """uint8 ``[steps, H, W, 3]``, upright, at grid ``steps`` (ascending, distinct) of file ``number``.
+
+        Raises ``UserError`` naming the file: it can no longer be read, or its decoder hung or died.
+        """
+        if self._process is None:
+            self._process = _Process()
+        process = self._process
+        process.reserve(len(steps) * index.height * index.width * 3)
+        opens, closes = None, []
+        if number in process.files:
+            process.files.move_to_end(number)
+        else:
+            opens = (path, index)
+            process.files[number] = None
+            if len(process.files) > OPEN_FILES:
+                closes.append(process.files.popitem(last=False)[0])
+        payload: dict[str, Any] = {
+            "file": number,
+            "opens": opens,
+            "closes": closes,
+            "steps": list(steps),
+            "memory": process.memory.fileno(),
+        }
+        try:
+            height, width = self._ask(process.child, payload, path)
+        except BaseException:
+            # Also after an ordinary refusal: an open file that failed once is not asked again.
+            self.close()
+            raise
+        with mmap.mmap(process.memory.fileno(), len(steps) * height * width * 3, access=mmap.ACCESS_READ) as memory:
+            return np.frombuffer(memory, np.uint8).reshape(len(steps), height, width, 3).copy()
+
+    def _ask(self, child: Child, payload: dict[str, Any], path: str) -> tuple[int, int]:
+        while not child.ready:
+            if child.pipe.poll(POLL_S):
+                hear(child)
+            else:
+                late(child)
+        child.task = 0
+        child.heard()
+        with contextlib.suppress(OSError):  # it has just died, which is heard below
+            child.pipe.send(payload)
+        while True:
+            event = hear(child) if child.pipe.poll(POLL_S) else stalled(child, self._stall_s)
+            if isinstance(event, Refused):
+                raise UserError(f"{path}: {event.reason}")
+            if isinstance(event, Finished):
+                child.task = None
+                height, width = event.result
+                return int(height), int(width)
+
+    def close(self) -> None:
+        """End the decoding process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+
+class _Process:
+    """A decoding process, the memory it writes to, and the files that it has open, oldest use first."""
+
+    def __init__(self) -> None:
+        self.memory = _anonymous()
+        self.files: OrderedDict[int, None] = OrderedDict()
+        self._size = 0
+        self.child = start_child(JOB, inherit=[self.memory.fileno()])
+        self.end = weakref.finalize(self, _end, self.child, self.memory, os.getpid())
+
+    def reserve(self, size: int) -> None:
+        """Grow the memory where it is smaller than ``size`` bytes."""
+        if size > self._size:
+            os.ftruncate(self.memory.fileno(), size)
+            self._size = size
+
+
+def _anonymous() -> IO[bytes]:
+    """A file without a name; in memory where the system can."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("marey-frames"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def _end(child: Child, memory: IO[bytes], owner: int) -> None:
+    memory.close()
+    if os.getpid() == owner:  # a fork of the owner has the object and not the process
+        end_child(child)
