@@ -5,11 +5,12 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test check lint clean
+.PHONY: help demo test check lint docs clean
 help:
 	@echo "make demo   set up, then the whole story on embedded data (about five minutes on two cores)"
 	@echo "make test   set up, then all tests"
 	@echo "make lint   set up, then ruff and mypy"
+	@echo "make docs   set up, then these pages as a site: build/site/index.html"
 	@echo "make clean  remove .venv and caches"
 
 demo: .venv/.installed
@@ -22,6 +23,10 @@ lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Without the theme's advertisement of its successor. To read while writing: .venv/bin/mkdocs serve
+docs: .venv/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: test lint
 
@@ -36,6 +41,10 @@ check: test lint
 .venv/.installed-dev: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch .venv/.installed $@
+
+.venv/.installed-docs: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $@
 
 clean:
 	rm -rf .venv build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python benchmarks/chaos.py --kills 50 --seed 0
     python benchmarks/chaos.py --kills 20 --objective causal --out chaos-causal
+    python benchmarks/chaos.py --kills 20 loader.num_workers=2
 
 A small run (`marey train`: averaged weights, accumulation, validation after every epoch, a checkpoint every other
 step) on 24 clips of handwritten digits is killed with SIGKILL, its whole process group, at moments drawn from the
@@ -15,8 +16,9 @@ And after every kill: no complete checkpoint has gone (those that `checkpoint.sa
 the untouched run's of its step, and the resume repeats nothing that was done before the last one was written.
 
 Each attempt is a process of its own, forked from one that has imported Lightning and started no thread;
-``--fresh-process`` starts an interpreter each time instead. The last word is ``identical``; the exit status is 1
-when anything differs, was lost or was left over. OUT/chaos.json has the numbers and the machine.
+``--fresh-process`` starts an interpreter each time instead. Words like those of `marey train` change the settings of
+both runs: with ``loader.num_workers=2`` each kill takes the loader's processes along. The last word is ``identical``;
+the exit status is 1 when anything differs, was lost or was left over. OUT/chaos.json has the numbers and the machine.
 """
 
 from __future__ import annotations

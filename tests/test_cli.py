@@ -29,8 +29,8 @@ FROZEN = {
     "make-config": ["--out", "--weights", "manifests"],
     "plan": ["--config-dir", "--config-name", "overrides"],
     "probe": [
-        "--batch", "--clips-per-video", "--device", "--json", "--label-column", "--labels", "--seed", "--test",
-        "--weights", "checkpoint", "data",
+        "--batch", "--clips-per-video", "--device", "--json", "--label-column", "--labels", "--labels-per-class",
+        "--no-attentive", "--no-cache", "--seed", "--test", "--views", "--weights", "checkpoint", "data",
     ],
     "report": ["--clips", "--data", "--out", "run_folder"],
     "rollout": [
@@ -66,6 +66,30 @@ def test_a_wrong_command_line_is_one_sentence_and_exit_2(words: list[str], capsy
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("marey: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        (["plan", "a=1", "--config-name", "causal_video", "b=2"], {"overrides": ["a=1", "b=2"]}),
+        (["plan", "train", "a=1", "--config-name=causal_video"], {"overrides": ["a=1"]}),
+        (["plan", "--config-name", "causal_video"], {"overrides": []}),
+        (["doctor", "D", "--config-name", "causal_video", "a=1", "--clips", "2"], {"data": ["D", "a=1"], "clips": 2}),
+    ],
+)
+def test_options_of_plan_and_doctor_stand_anywhere(
+    words: list[str], read: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[argparse.Namespace] = []
+    for name in ("_plan", "_doctor"):
+        monkeypatch.setattr(cli, name, seen.append)
+    cli.main(words)
+    (arguments,) = seen
+    found = vars(arguments)
+    assert {key: found[key] for key in read} == read
+    assert (arguments.command, arguments.config_name) == (words[0], "causal_video")
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--confg-name", "x"])
 
 
 def test_a_refusal_is_one_sentence_without_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +206,17 @@ def test_numbers_that_cannot_be_written_are_a_refusal(
     said = capsys.readouterr()
     assert "the result" in said.out
     assert "cannot be written" in said.err
+
+
+def test_counts_of_labels_are_a_list_and_all_of_them_are_always_probed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["probe", "a.ckpt", "data", "--labels-per-class"]
+    assert cli._parser().parse_args([*words, "10, 1,all"]).labels_per_class == (1, 10)
+    assert cli._parser().parse_args([*words, "all"]).labels_per_class == ()
+    for wrong in ("0", "few", "1,,2", "-3"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*words[:3], f"--labels-per-class={wrong}"])
+        assert ended.value.code == 2
+        assert "is not a list like 1,10,all" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["_ingest", "_embed", "_probe"])

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if words[:2] == ["plan", "train"]:  # `marey plan` in front of the command one is about to type
         words.pop(1)
-    arguments = _parser().parse_args(words)
+    arguments = _read(words)
     _guarded(lambda: arguments.run(arguments), debug=debug)
 
 
@@ -50,12 +50,12 @@ def train(words: Sequence[str] | None = None) -> None:
 
         run_application([word for word in given if word != "--debug"])
 
-    # A first Ctrl-C during training ends it like a finished run; an interrupt that gets here lost something.
+    # A first Ctrl-C ends a run like one that is done; an interrupt that gets here with words lost something.
     _guarded(run, debug=debug, stopped=130)
 
 
 def _guarded(run: Callable[[], None], *, debug: bool, stopped: int = 0) -> None:
-    """Run a command and leave with its exit code; ``stopped`` is that of an interrupt which reaches this far."""
+    """Run a command and leave with its exit code; ``stopped`` is that of an interrupt which says what it lost."""
     try:
         run()
     except UserError as error:
@@ -65,7 +65,7 @@ def _guarded(run: Callable[[], None], *, debug: bool, stopped: int = 0) -> None:
         sys.exit(2)
     except KeyboardInterrupt as stop:
         print(f"marey: {str(stop) or 'stopped on request; files already complete are kept'}", file=sys.stderr)
-        sys.exit(stopped)
+        sys.exit(stopped if str(stop) else 0)
     except BrokenPipeError:  # `marey inspect ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -128,6 +128,9 @@ def _make_config(arguments: argparse.Namespace) -> None:
 
 @sigterm_is_ctrl_c()
 def _rollout(arguments: argparse.Namespace) -> None:
+    from marey.core.files import refuse_unwritable_folder
+
+    refuse_unwritable_folder(Path(arguments.out), option="--out")  # before what takes minutes
     from marey.evaluation.encoding import parse_options
     from marey.evaluation.latent_sample import CodecChoice
     from marey.evaluation.rollout import roll_out, rollout_text, write_rollouts
@@ -149,7 +152,8 @@ def _rollout(arguments: argparse.Namespace) -> None:
         codec=None if arguments.codec is None else CodecChoice(arguments.codec, parse_options(arguments.option)),
         device=arguments.device,
     )
-    print(rollout_text(loaded, rollouts, write_rollouts(Path(arguments.out), loaded, rollouts)))
+    files = write_rollouts(Path(arguments.out), loaded, rollouts)
+    print(rollout_text(loaded, rollouts, files, asked=None if arguments.clip else arguments.clips))
 
 
 def _plan(arguments: argparse.Namespace) -> None:
@@ -244,6 +248,10 @@ def _probe(arguments: argparse.Namespace) -> None:
         label_column=arguments.label_column,
         weights=arguments.weights,
         clips_per_video=arguments.clips_per_video,
+        views=arguments.views,
+        attentive=not arguments.no_attentive,
+        per_class=arguments.labels_per_class,
+        cached=not arguments.no_cache,
         batch_size=arguments.batch,
         device=arguments.device,
         seed=arguments.seed,
@@ -282,6 +290,18 @@ def _demo(arguments: argparse.Namespace) -> None:
     )
 
 
+SOURCES = """sources, each with its command (docs/data.md says more):
+  a folder, class folders   marey ingest videos OUT.lance
+  files, patterns           marey ingest one.mp4 'more/**/*.mp4' OUT.lance
+  CSV (path,label), list    marey ingest list.csv OUT.lance
+  animated GIF, WebP        marey ingest animations OUT.lance
+  folders of images         marey ingest frames OUT.lance --rate 10
+  WebDataset                marey ingest 'shards/clips-{000..009}.tar' OUT.lance
+  LeRobot v2, v3            marey ingest pusht OUT.lance, or of several cameras: aloha:observation.images.top
+  Hugging Face datasets     marey ingest saved OUT.lance, or 'hub/data/train-*.parquet'
+"""
+
+
 def _train_help(arguments: argparse.Namespace) -> None:
     raise AssertionError(f"`marey train` is read by Hydra, not here: {arguments}")
 
@@ -305,6 +325,14 @@ def _positive(text: str) -> int:
     return value
 
 
+def _label_counts(text: str) -> tuple[int, ...]:
+    """``1,10,all`` -> (1, 10): all labels are always probed."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word == "all" or (word.isdecimal() and int(word) >= 1) for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like 1,10,all")
+    return tuple(sorted({int(word) for word in words if word != "all"}))
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -323,6 +351,17 @@ def _seed(text: str) -> int:
     if not 0 <= value < 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^63 - 1")
     return value
+
+
+def _read(words: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    if words[:1] not in (["plan"], ["doctor"]):
+        return parser.parse_args(words)
+    # Options may stand anywhere among these two's words, as for `marey train`; argparse does not pass that on to
+    # the parser of a command.
+    (commands,) = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    sub: argparse.ArgumentParser = commands[words[0]]
+    return sub.parse_intermixed_args(words[1:], argparse.Namespace(command=words[0]))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -346,9 +385,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=_seed, default=0)
 
     ingest = command("ingest", _ingest, "video files -> frame store, resumable, with a report of every refused file")
-    ingest.add_argument(
-        "sources", nargs="+", metavar="SRC", help="folder, file, glob, class folders or CSV (path,label)"
-    )
+    ingest.formatter_class = argparse.RawDescriptionHelpFormatter
+    ingest.epilog = SOURCES
+    ingest.add_argument("sources", nargs="+", metavar="SRC", help="one or more of the sources below")
     ingest.add_argument("out", metavar="OUT.lance")
     ingest.add_argument("--rate", type=float, default=15.0, help="stored frames/s, chosen by time stamps (default: 15)")
     ingest.add_argument("--short-edge", type=_positive, default=384, help="pixels; never enlarged (default: 384)")
@@ -427,7 +466,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out", metavar="OUT", help="a new folder; for torch-export a .pt2 file")
     export.add_argument("--format", choices=("transformers", "torch-export"), default="transformers")
     export.add_argument("--weights", choices=("ema", "online"), help="default: ema where the checkpoint has it")
-    export.add_argument("--overwrite", action="store_true", help="replace an earlier export, never other files")
+    export.add_argument("--overwrite", action="store_true", help="replace an earlier export; nothing else is replaced")
 
     import_ = command("import", _import, "weights with the published names and shapes -> a checkpoint")
     import_.add_argument("file", metavar="FILE", help="safetensors, or a state dictionary saved by PyTorch")
@@ -455,14 +494,24 @@ def _parser() -> argparse.ArgumentParser:
     rollout.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of --codec, repeatable")
     rollout.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
 
-    probe = command("probe", _probe, "frozen kNN and linear probe on held-out videos, beside random weights")
+    probe = command("probe", _probe, "frozen kNN, linear and attentive probe, beside random weights and pixels")
     probe.add_argument("checkpoint", metavar="CKPT")
     probe.add_argument("data", metavar="DATA", help="labelled store, class folders or CSV, or demo:train")
     probe.add_argument("--test", metavar="DATA", help="held-out data (default: a split of DATA by source video)")
     probe.add_argument("--labels", metavar="CSV", help="labels by source file (column `path`)")
     probe.add_argument("--label-column", default="label", help="column of --labels (default: label)")
     probe.add_argument("--seed", type=_seed, default=0, help="split and random weights (default: 0)")
-    probe.add_argument("--json", metavar="FILE", help="write the numbers as JSON too")
+    probe.add_argument("--json", "--out", metavar="FILE", help="write protocol and numbers as JSON too")
+    probe.add_argument("--no-attentive", action="store_true", help="kNN and linear alone: no patch tokens are kept")
+    probe.add_argument("--views", type=_positive, default=1, help="squares along each clip's longer side (default: 1)")
+    probe.add_argument(
+        "--labels-per-class",
+        type=_label_counts,
+        default=(),
+        metavar="1,10,all",
+        help="also learn from so few labelled videos of each class, five draws each",
+    )
+    probe.add_argument("--no-cache", action="store_true", help="neither read nor keep features under MAREY_CACHE")
     _add_encoder_options(probe)
 
     report = command("report", _report, "a run folder as one HTML page: curves, exposure, pictures, receipt")

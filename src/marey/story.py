@@ -6,6 +6,7 @@ A caller of the rooms, as cli is.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import shlex
@@ -232,15 +233,16 @@ def _own_videos(videos: Path, out: Path, *, say: Say) -> DemoData:
 
 def _fingerprint(videos: Path) -> str:
     """A short name for the videos that are there now, so that changed files make a new store beside the old one."""
+    from marey.pixels.media import Unreadable
     from marey.pixels.sources import discover
 
     digest = hashlib.sha256(f"{SHORT_EDGE}".encode())
     for video in discover([str(videos)], labels="auto").files:
         try:
-            stat = Path(video.path).stat()
-        except OSError:  # a dangling link, or gone since: ingest will say
+            identity = video.fault or video.frames().identity()
+        except Unreadable:  # a dangling link, or gone since: ingest will say
             continue
-        digest.update(f"\0{video.path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode("utf-8", "surrogateescape"))
+        digest.update(json.dumps([video.path, identity]).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()[:10]
 
 

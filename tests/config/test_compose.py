@@ -121,7 +121,7 @@ def test_every_recipe_brings_its_own_data() -> None:
 
 @pytest.mark.parametrize(("words", "follows"), [([], False), (["hydra.job.chdir=true"], True)])
 def test_a_job_says_whether_it_works_in_its_run_folder(words: list[str], follows: bool) -> None:
-    assert compose.compose_job(words)[1] is follows
+    assert compose.compose_job(words).follows_run_dir is follows
 
 
 @pytest.mark.parametrize("override", ["optimizer.lr=1", "trainer.limit_train_batches=1.0", "loss.sigreg.weight=0"])

@@ -16,11 +16,16 @@ class ColouredSource:
     def __init__(
         self, labels: Sequence[int], *, length: int = 8, rate: float | None = 15.0, folder: str = "/data"
     ) -> None:
-        self.name, self.path, self.version, self.rate = "memory", folder, "1", rate
+        self.name, self.path, self.rate = "memory", folder, rate
         self.lengths = np.full(len(labels), length, dtype=np.int64)
         self.labels = np.array(labels, dtype=np.int64)
         self.files = [f"{folder}/{i:03d}.mp4" for i in range(len(labels))]
         self.unreadable: set[int] = set()
+
+    @property
+    def version(self) -> str:
+        """Whatever decides the pixels."""
+        return f"{self.lengths.tolist()} {self.labels.tolist()} {sorted(self.unreadable)}"
 
     def read(self, requests: Sequence[FrameRequest]) -> list[torch.Tensor]:
         clips = []

@@ -93,7 +93,7 @@ def test_the_exported_code_runs_in_half_precision(dtype):
         assert torch.equal(same_in_plain_torch(model)(video), model(video))
 
 
-@pytest.mark.parametrize("size", [(40, 60), (61, 37), (16, 16), (16, 25), (9, 12), (300, 17)])
+@pytest.mark.parametrize("size", [(40, 60), (61, 37), (37, 50), (16, 16), (16, 25), (9, 12), (300, 17)])
 def test_the_exported_preprocessing_is_that_of_evaluation(checkpoint, size):
     given = load_encoder(checkpoint).preprocessing
     frames = torch.randint(0, 256, (4, 3, *size), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
@@ -230,7 +230,7 @@ def test_an_export_is_whole_or_absent_and_an_earlier_one_survives(checkpoint, ex
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "out"]
 
 
-def test_only_a_free_place_or_an_earlier_export_is_written_to(checkpoint, exported, tmp_path):
+def test_only_a_free_place_or_an_earlier_export_is_written_to(checkpoint, exported, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     assert export(checkpoint, tmp_path / "empty", say=lambda _: None).path == tmp_path / "empty"
     with pytest.raises(UserError, match="holds an export already; give --overwrite"):
@@ -242,6 +242,11 @@ def test_only_a_free_place_or_an_earlier_export_is_written_to(checkpoint, export
     (tmp_path / "theirs" / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(UserError, match="holds other files"):
         export(checkpoint, tmp_path / "theirs", overwrite=True)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError, match="is the folder that this command runs in"):
+        export(checkpoint, ".")
+    assert export(checkpoint, "../here/new", say=lambda _: None).bytes > 0
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     for place in ("link", "last.ckpt"):
         with pytest.raises(UserError, match="is not a folder of its own"):
@@ -276,8 +281,12 @@ def test_a_traced_program_gives_the_same_for_any_number_of_clips(checkpoint, tmp
     facts = json.loads(extra["marey.json"])
     assert facts["preprocessing"]["img_size"] == 16
     assert facts["weights"] == "ema"
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="holds an export already; give --overwrite"):
         export(checkpoint, out, format="torch-export")
+    export(checkpoint, out, format="torch-export", overwrite=True, say=lambda _: None)
+    torch.save({"theirs": 1}, tmp_path / "theirs.pt2")
+    with pytest.raises(UserError, match="is a file of another kind"):
+        export(checkpoint, tmp_path / "theirs.pt2", format="torch-export", overwrite=True)
     with pytest.raises(UserError, match=r"must end in \.pt2"):
         export(checkpoint, tmp_path / "encoder.onnx", format="torch-export")
 

@@ -165,15 +165,18 @@ def test_the_config_beside_the_weights_is_believed(section, file):
         bring(file)
 
 
-def test_an_export_comes_back_the_same_wherever_its_weights_are_moved(write, content, tmp_path):
+@pytest.mark.parametrize(("rate", "spoken"), [(24.0, "8 per second"), (None, "one in 3 of those stored")])
+def test_an_export_comes_back_the_same_wherever_its_weights_are_moved(rate, spoken, write, content, tmp_path):
     config = json.loads(json.dumps(content["marey"]["config"]))
     config["model"]["rope_layout"] = "rotary"
-    first = write(marey=dict(content["marey"], config=config))
+    given = dict(content["marey"]["preprocessing"], rate=rate, frame_stride=3)
+    first = write(marey=dict(content["marey"], config=config, preprocessing=given))
     export(first, tmp_path / "out", say=lambda _: None)
     moved = tmp_path / "moved.safetensors"
     (tmp_path / "out" / "model.safetensors").rename(moved)
     done = import_weights(moved, tmp_path / "back.ckpt")
     assert "(as the file itself says)" in str(done)
+    assert str(done).endswith(f"4 frames of 16 pixels, {spoken}")
     before, after = load_encoder(first), load_encoder(done.path)
     assert after.model == before.model
     assert after.preprocessing == before.preprocessing

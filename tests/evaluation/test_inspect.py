@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 
 from marey.core.errors import UserError
 from marey.evaluation.inspect import inspect_text
+from marey.training.lock import alone_in
 
 from .causal_cases import causal_checkpoint, small_config
 
@@ -351,3 +353,9 @@ def test_a_run_that_was_killed_shows_how_to_go_on(tmp_path: Path):
     text = inspect_text(tmp_path)
     assert "cd /x && marey train a=1" in text
     assert "2; before this one: killed at step 8" in text
+    here = {**RECEIPT, **going_on, "host": {"name": platform.node()}, "updated": "2026-01-31T12:00"}
+    (tmp_path / "receipt.json").write_text(json.dumps(here))
+    with alone_in([("hydra.run.dir", tmp_path)], run_dir=tmp_path):
+        assert "It is still running" in inspect_text(tmp_path)
+    (tmp_path / ".marey.lock").touch()  # what a killed process leaves: the file, and nobody who holds it
+    assert "It left no word after" in inspect_text(tmp_path)

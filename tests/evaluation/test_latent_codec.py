@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,3 +155,18 @@ def test_options_are_words_and_numbers():
     }
     with pytest.raises(UserError, match="KEY=VALUE"):
         parse_options(["patch"])
+
+
+def test_clips_that_were_left_out_are_named_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Spoilt(Moving):
+        def read(self, requests: Sequence[Any]) -> list[torch.Tensor]:
+            if requests[0][0] in (1, 2):
+                raise UserError(f"the frame at episode {requests[0][0]} is not a whole JPEG")
+            return super().read(requests)
+
+    monkeypatch.setattr("marey.evaluation.encoding.open_source", lambda *_, **__: Spoilt(4))
+    lines = encode_store("moving", tmp_path / "out", options={"patch": 4}).splitlines()
+    at = next(i for i, line in enumerate(lines) if "left out" in line)
+    assert "2 clips" in lines[at]
+    assert "moving-000001: the frame at episode 1 is not a whole JPEG" in lines[at + 1]
+    assert "moving-000002: the frame at episode 2 is not a whole JPEG" in lines[at + 2]

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from marey.core.errors import UserError
 from marey.core.pixelstats import normalize_video
 from marey.evaluation.checkpoint_file import starting_share
+from marey.evaluation.inspect import inspect_text
 from marey.evaluation.loading import load_encoder, random_twin, resolve_device
 from marey.evaluation.preprocessing import Preprocessing
 
@@ -38,6 +39,19 @@ def test_the_weights_asked_for_are_the_weights_loaded(checkpoint, content):
     assert (loaded.info.step, loaded.info.epoch) == (40, 2)
     assert not loaded.encoder.training
     assert not any(parameter.requires_grad for parameter in loaded.encoder.parameters())
+
+
+def test_an_average_under_another_key_is_found(write, content):
+    about = {**content["marey"], "keys": {"state_dict": "online", "slow": "a slow copy"}}
+    path = write(state_dict_ema=None, slow=content["state_dict_ema"], marey=about)
+    loaded = load_encoder(path)
+    name = "blocks.0.attn.qkv.weight"
+    assert loaded.info.weights == "ema"
+    assert torch.equal(loaded.encoder.state_dict()[name], content["state_dict_ema"]["encoder." + name])
+    assert load_encoder(path, weights="ema").info.weights == "ema"
+    (line,) = [line for line in inspect_text(path).splitlines() if line.split()[:1] == ["slow"]]
+    assert "a slow copy; 20 updates" in line
+    assert "ema.enabled=false" not in inspect_text(path)
 
 
 def test_without_an_average_the_default_is_the_trained_weights(write):

@@ -183,3 +183,17 @@ def test_a_class_of_two_videos_keeps_one_on_each_side():
     out = held_out(["a", "b", "c", "c"], [0, 0, 1, 1], share=0.2, seed=0, purpose="p")
     assert sorted(out[:2].tolist()) == [False, True]
     assert out[2:].tolist() == [False, False]
+
+
+def test_more_features_than_clips_are_fitted_among_the_clips_without_a_difference():
+    from sklearn.linear_model import LogisticRegression
+
+    draw = rng(0, "test-wide")
+    x, new = (draw.normal(size=(n, 90)).astype(np.float32) for n in (30, 20))
+    y = (x[:, :3].sum(axis=1) > 0).astype(np.int64) + (x[:, 4] > 1)
+    fit = fit_linear(x, y, classes=3, strength=0.1)
+    assert fit.basis is not None
+    assert fit.basis.shape == (90, 30)
+    mean, scale = x.mean(axis=0, dtype=np.float64), x.std(axis=0, dtype=np.float64)
+    plain = LogisticRegression(C=0.1, max_iter=1000, tol=1e-8).fit((x - mean) / scale, y)
+    assert np.allclose(fit.probabilities(new), plain.predict_proba((new - mean) / scale), atol=2e-3)

@@ -156,6 +156,7 @@ def a_future(prediction: float = 0.02) -> Future:
     return Future(
         films=[Film("data:image/gif;base64,AA", "data:image/jpeg;base64,BB", "clip <1>")],
         errors={"prediction": prediction, "still image": 0.04, "copy last": 0.01},
+        by_frame={"prediction": [0.01, 0.03], "still image": [0.02, 0.06]},
         clips=8,
         known=4,
         predicted=12,
@@ -177,6 +178,7 @@ def test_a_predicted_future_stands_beside_what_followed_with_its_errors():
     assert "0.50" in page
     assert "0% of what the heavy layers saw was padding" in page
     assert "that training never saw" in page
+    assert page.index("Error of each predicted frame") > page.index("What it expects to happen next")
     assert "What it expects" not in render(story())
 
 

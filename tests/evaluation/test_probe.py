@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 
 from marey.core.errors import UserError
+from marey.evaluation import attentive_fit, measure
 from marey.evaluation import probe as room
 from marey.evaluation.features import video_names
-from marey.evaluation.probe import probe
 from tests.evaluation.coloured_source import ColouredSource
 
 
 @pytest.fixture
-def data(monkeypatch) -> dict[str, ColouredSource]:
+def data(monkeypatch, tmp_path: Path) -> dict[str, ColouredSource]:
     """Sources by name: where a test puts one, the probe finds it."""
+    monkeypatch.setenv("MAREY_CACHE", str(tmp_path / "cache"))
     found: dict[str, ColouredSource] = {}
     monkeypatch.setattr(room, "open_clips", lambda path, _preprocessing: found[path])
     return found
@@ -25,31 +26,48 @@ def silent(_: str) -> None:
     pass
 
 
-def test_a_probe_tells_classes_apart_that_pixels_tell_apart(checkpoint, data):
+def probe(*words, **options):
+    """Without the attentive probe, which takes seconds; its own tests show what it does."""
+    return room.probe(*words, **{"attentive": False, **options})
+
+
+def test_a_probe_tells_classes_apart_that_pixels_tell_apart(checkpoint, data, monkeypatch):
+    monkeypatch.setattr(attentive_fit, "MIN_STEPS", 30)
+    monkeypatch.setattr(measure, "DRAWS", 2)
     data["x"] = ColouredSource([0, 1, 2] * 20)
-    report = probe(checkpoint, "x", say=silent)
+    report = probe(checkpoint, "x", attentive=True, per_class=[2], say=silent)
     result = report.result
     assert (result.train_videos, result.test_videos) == (48, 12)
     assert result.classes == ["0", "1", "2"]
     assert result.encoders["pretrained"].linear.accuracy > 0.9
-    assert set(result.encoders) == {"pretrained", "random weights"}
+    assert list(result.encoders) == ["pretrained", "random weights", "raw pixels"]
+    assert result.encoders["pretrained"].attentive.accuracy > 0.9
     assert result.chance.accuracy == pytest.approx(1 / 3)
     text = report.text()
     assert "pretrained" in text
     assert "majority class" in text
-    assert json.loads(json.dumps(report.as_dict()))["encoders"]["pretrained"]["linear"]["videos"] == 12
+    assert "attentive, pretrained minus raw pixels" in text
+    assert "2 labelled videos of each class (2 draws, mean ± standard deviation)" in text
+    written = json.loads(json.dumps(report.as_dict()))
+    assert written["encoders"]["pretrained"]["linear"]["videos"] == 12
+    assert written["encoders"]["raw pixels"]["attentive_choice"]["setting"] in written["protocol"]["attentive"]["grid"]
+    assert written["few_labels"][0]["videos"] == [6, 6]
+    assert len(written["few_labels"][0]["encoders"]["pretrained"]["attentive"]["accuracies"]) == 2
 
 
 def test_labels_that_say_nothing_score_chance(checkpoint, data, tmp_path: Path):
-    data["x"] = ColouredSource([0, 1, 2] * 40)
-    draw = np.random.default_rng(0).permutation(120) % 3
+    data["x"], data["y"] = ColouredSource([0, 1, 2] * 30), ColouredSource([0, 1, 2] * 80, folder="/else")
+    files = data["x"].files + data["y"].files
+    draw = np.random.default_rng(0).integers(3, size=len(files))
     table = tmp_path / "labels.csv"
-    table.write_text("path,kind\n" + "".join(f"{f},k{k}\n" for f, k in zip(data["x"].files, draw, strict=True)))
-    result = probe(checkpoint, "x", labels=table, label_column="kind", say=silent).result
+    table.write_text("path,kind\n" + "".join(f"{f},k{k}\n" for f, k in zip(files, draw, strict=True)))
+    result = probe(checkpoint, "x", test="y", labels=table, label_column="kind", say=silent).result
     assert result.label == "kind"
+    assert list(result.encoders) == ["pretrained", "random weights", "raw pixels"]
     for scores in result.encoders.values():
         for score in (scores.knn, scores.linear):
-            assert score.low < 1 / 3 + 0.05
+            assert score.low < 1 / 3 + 0.03
+            assert score.high > 1 / 3 - 0.03
 
 
 def test_the_split_is_by_video_and_by_seed(checkpoint, data):
@@ -97,7 +115,7 @@ def test_sources_agree_on_labels_by_name_and_not_by_number(checkpoint, data):
 
 
 def test_refusals_come_before_the_encoder_runs(checkpoint, data, monkeypatch):
-    monkeypatch.setattr(room, "clip_features", lambda *_a, **_k: pytest.fail("the encoder ran"))
+    monkeypatch.setattr(room, "frozen_features", lambda *_a, **_k: pytest.fail("the encoder ran"))
     cases = {
         "no labels to probe": [-1] * 20,
         "needs two classes": [0] * 20,
@@ -153,3 +171,43 @@ def test_test_data_of_which_nothing_labelled_can_be_read_is_a_refusal(checkpoint
     data["y"].unreadable = {0, 1}
     with pytest.raises(UserError, match="no labelled video of /else could be read"):
         probe(checkpoint, "x", test="y", say=silent)
+
+
+def test_several_clips_and_views_of_a_video_are_one_answer(checkpoint, data):
+    data["x"] = ColouredSource([0, 1] * 10, length=12)
+    said: list[str] = []
+    result = probe(checkpoint, "x", clips_per_video=2, views=3, say=said.append).result
+    assert (result.train_videos, result.test_videos) == (16, 4)
+    assert (result.train_clips, result.test_clips) == (16 * 6, 4 * 6)
+    assert result.encoders["pretrained"].linear.videos == 4
+    assert not any("square" in line for line in said)
+
+
+def test_a_second_probe_takes_its_features_from_the_cache(checkpoint, data, monkeypatch):
+    data["x"] = ColouredSource([0, 1] * 10)
+    first = probe(checkpoint, "x", say=silent)
+    monkeypatch.setattr(ColouredSource, "read", lambda *_: pytest.fail("a frame was read"))
+    said: list[str] = []
+    again = probe(checkpoint, "x", say=said.append)
+    assert again.as_dict() == first.as_dict()
+    assert any("features of pretrained, random weights, raw pixels on memory come from the cache" in s for s in said)
+
+
+def test_without_the_cache_nothing_is_written_and_the_numbers_are_the_same(checkpoint, data, tmp_path: Path):
+    data["x"] = ColouredSource([0, 1] * 10)
+    assert probe(checkpoint, "x", cached=False, say=silent).as_dict() == probe(checkpoint, "x", say=silent).as_dict()
+    assert (tmp_path / "cache" / "features").is_dir()
+    written = sorted((tmp_path / "cache").rglob("*"))
+    probe(checkpoint, "x", cached=False, seed=1, say=silent)
+    assert sorted((tmp_path / "cache").rglob("*")) == written
+
+
+def test_views_of_square_frames_are_told_to_be_one_picture(checkpoint, data):
+    class Square(ColouredSource):
+        def read(self, requests):
+            return [frames[..., :20] for frames in super().read(requests)]
+
+    data["x"] = Square([0, 1] * 6)
+    said: list[str] = []
+    probe(checkpoint, "x", views=2, say=said.append)
+    assert any("frames of memory are square, so 2 views are one picture: --views 1 is enough" in line for line in said)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import av
@@ -10,13 +11,14 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from marey import cli
 from marey.core.errors import UserError
 from marey.evaluation.causal_loading import load_causal
-from marey.evaluation.codec_record import record_codec
 from marey.evaluation.films import moving_uri, side_by_side
 from marey.evaluation.latent_sample import CodecChoice, LatentClip, Split, open_candidates
 from marey.evaluation.rolling import COPY, PREDICTION, STILL, measure
 from marey.evaluation.rollout import roll_out, rollout_text, write_rollouts
+from marey.latents.codec_record import record_codec
 from marey.latents.codecs import PatchCodec
 from marey.latents.manifest import read_manifest
 from marey.objectives.rollout import SamplerSettings, rollout
@@ -203,6 +205,10 @@ def test_the_slow_average_is_taken_where_there_is_one(tmp_path: Path, manifest: 
     assert torch.equal(load_causal(path, weights="online").program.model.state_dict()[name], state[f"model.{name}"])
     with pytest.raises(UserError, match="--weights online"):
         load_causal(online, weights="ema")
+    about = torch.load(path, weights_only=True)["marey"]
+    about["keys"] = {"state_dict": "online", "slow": "a slow copy"}  # as ema.save_key=slow writes it
+    path = causal_checkpoint(tmp_path / "s.ckpt", f"data.train={manifest}", slow=slow, marey=about)
+    assert torch.equal(load_causal(path).program.model.state_dict()[name], slow[f"model.{name}"])
 
 
 def test_the_codec_is_the_recorded_one_the_runs_own_or_the_one_named(tmp_path: Path, manifest: Path):
@@ -253,3 +259,34 @@ def test_what_cannot_be_rolled_out_is_refused(tmp_path: Path, checkpoint: Path, 
     loaded, rollouts = roll_out(checkpoint, steps=1, device="cpu")
     with pytest.raises(UserError, match="is a file"):
         write_rollouts(tmp_path / "file", loaded, rollouts)
+
+
+@pytest.mark.parametrize(("out", "why"), [("file", "is a file; name a folder"), ("/proc/nope", "cannot be written")])
+def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str, why: str
+):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["rollout", str(tmp_path / "no checkpoint"), "--out", str(tmp_path / out)])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert why in said
+
+
+def test_fewer_clips_than_asked_for_are_said_to_be_fewer(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    cli.main(["rollout", str(checkpoint), "--clips", "50", "--steps", "1", "--out", str(tmp_path / "out")])
+    assert re.search(r"note +\d of 50 clips asked for", capsys.readouterr().out)
+    cli.main(["rollout", str(checkpoint), "--clips", "1", "--steps", "1", "--out", str(tmp_path / "out")])
+    assert "asked for" not in capsys.readouterr().out
+
+
+def test_a_split_that_left_nothing_to_train_on_held_nothing_out(tmp_path: Path):
+    path = encoded(tmp_path / "few", count=2)
+    content = causal_checkpoint(tmp_path / "few.ckpt", f"data.train={path}", "data.val_fraction=0.99")
+    with pytest.raises(UserError, match="holds out no clip of"):
+        roll_out(content, device="cpu")
+    _, (named,) = roll_out(content, device="cpu", clip="moving-000000", steps=1)
+    assert not named.clip.held_out

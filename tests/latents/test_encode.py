@@ -13,7 +13,7 @@ import torch
 
 from marey.core.errors import UserError
 from marey.latents.codecs import PatchCodec
-from marey.latents.encode import encode
+from marey.latents.encode import encode, skipped_clips
 from marey.latents.manifest import read_manifest
 from marey.latents.sidecar import Expected, read_frames
 
@@ -51,6 +51,17 @@ class EveryFourth(PatchCodec):
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
         assert len(frames) % 4 == 1
         return super().encode(frames[::4])
+
+
+def test_a_collection_that_moves_keeps_its_split(tmp_path: Path) -> None:
+    held_out = []
+    for root in ("/data/here", "/mnt/other/place"):
+        source = Memory([4] * 30)
+        source.files = [f"{root}/day {i % 3}/{i}.mp4" for i in range(30)]
+        done = encode(source, tmp_path / root.replace("/", "_"), PatchCodec(patch=4))
+        held_out.append(read_manifest(done.manifest).validation_rows(0.3).tolist())
+    assert held_out[0] == held_out[1]
+    assert 0 < sum(held_out[0]) < 30
 
 
 def test_sidecars_and_manifest_say_what_was_encoded(tmp_path: Path) -> None:
@@ -169,3 +180,33 @@ def test_a_disk_that_fills_up_at_any_write_is_one_sentence_and_the_next_run_goes
         "manifest.csv",
     ]
     assert all((out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes() for file in files)
+
+
+class Damaged(Memory):
+    """One episode cannot be read, and one makes the codec fail."""
+
+    def read(self, requests: Sequence[Any]) -> list[torch.Tensor]:
+        (episode, _) = requests[0]
+        if episode == 1:
+            raise UserError("s.lance: the frame at episode 1, step 3 is not a whole JPEG")
+        if episode == 2:
+            raise OSError("bad sector")
+        return super().read(requests)
+
+
+def test_a_clip_that_cannot_be_read_is_left_out_and_listed(tmp_path: Path) -> None:
+    done = encode(Damaged([4, 4, 4, 4, 1]), tmp_path, PatchCodec(patch=4))
+    assert (done.clips, read_manifest(done.manifest).texts("clip_id")) == (2, ["mem-000000", "mem-000003"])
+    assert done.skipped == [
+        ("mem-000001", "s.lance: the frame at episode 1, step 3 is not a whole JPEG"),
+        ("mem-000002", "OSError: bad sector"),
+        ("mem-000004", "1 frames give fewer than two latent frames"),
+    ]
+    assert skipped_clips(done.manifest) == done.skipped
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "skipped.csv").write_text("mine\n1\n")
+    assert skipped_clips(tmp_path / "other" / "manifest.csv") == []
+    whole = encode(Memory([4, 4, 4, 4]), tmp_path, PatchCodec(patch=4))  # mended: only these are made
+    assert (whole.clips, whole.reused, whole.skipped, skipped_clips(whole.manifest)) == (4, 2, [], [])
+    with pytest.raises(UserError, match=r"none of its 2 episodes could be encoded, the first .*not a whole JPEG"):
+        encode(Damaged([1, 4]), tmp_path / "nothing", PatchCodec(patch=4))

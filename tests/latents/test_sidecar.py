@@ -289,3 +289,13 @@ def test_whatever_is_damaged_is_read_or_refused_and_nothing_else(
             assert "clip tape/7" in reason
             assert "\n" not in reason
     assert refused > 20
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors", ".pt"])
+@pytest.mark.parametrize("digest", [None, "0" * 64])
+def test_a_file_that_vanishes_after_it_was_looked_for_does_not_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, digest: str | None
+) -> None:
+    monkeypatch.setattr(Path, "is_file", lambda _: True)
+    with pytest.raises(UserError, match="the file does not exist; restore it"):
+        read_frames(tmp_path / f"gone{suffix}", clip="c", expected=Expected(4, 2, 2), start=0, frames=2, digest=digest)

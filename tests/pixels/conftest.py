@@ -44,6 +44,7 @@ def make_video(
     path: Path,
     *,
     frames: int = 30,
+    first: int = 0,
     rate: int | Fraction = 25,
     height: int = 48,
     width: int = 4 * BLOCK,
@@ -54,7 +55,10 @@ def make_video(
     b_frames: int = 0,
     front_index: bool = False,
 ) -> Path:
-    """A video of numbered frames. ``stamps_ms`` makes the frame rate variable; ``front_index`` puts the index first."""
+    """A video of frames numbered from ``first``.
+
+    ``stamps_ms`` makes the frame rate variable; ``front_index`` puts the index first.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     x264 = {"crf": "12", "preset": "ultrafast", "g": str(keys_every), "bf": str(b_frames)}
     options = {"movflags": "faststart"} if front_index else {}
@@ -67,7 +71,7 @@ def make_video(
         if rotation is not None:
             stream.set_display_rotation(rotation)
         for number in range(frames if stamps_ms is None else len(stamps_ms)):
-            image = numbered_frame(number, height=height, width=width)
+            image = numbered_frame(first + number, height=height, width=width)
             frame = av.VideoFrame.from_ndarray(image, format="rgb24")
             if stamps_ms is not None:
                 frame.pts, frame.time_base = stamps_ms[number], Fraction(1, 1000)

@@ -8,13 +8,16 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import marey.pixels.ingest as ingest_module
 import marey.pixels.pool as pool_module
-from marey.core.errors import UserError
+from marey.core.errors import MachineError, UserError
+from marey.pixels.episodes import FrameRequest
 from marey.pixels.ingest import ingest
 from marey.pixels.pool import Finished, Refused, run_tasks
+from marey.pixels.videos import VideoEpisodes
 from tests.pixels.ingest_cases import Rows, children_of, rows_of
 
 FAULTY = """
@@ -122,6 +125,33 @@ def test_a_decoder_that_is_slow_to_start_is_one_sentence(
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(30)\n")
     with pytest.raises(UserError, match="did not start within"):
         list(run_tasks(silent_job, [(0, {"s": 0})], workers=1, stall_s=1.0))
+
+
+def test_a_decoder_that_dies_at_start_is_one_sentence(
+    silent_job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(9)\n")
+    with pytest.raises(MachineError, match=r"ended while it was starting \(exit code 9\); .*--workers"):
+        list(run_tasks(silent_job, [(0, {"s": 0})], workers=1, stall_s=1.0))
+
+
+def test_a_decoder_that_cannot_start_is_no_reason_to_leave_out_a_clip(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAREY_CACHE", str(tmp_path / "cache"))
+    source = VideoEpisodes.open(str(clips / "0.mp4"), rate=25.0, episode_length=50)
+    request = FrameRequest(0, np.arange(2))
+    (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(9)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for limit, why in ((120.0, "ended while it was starting"), (0.0, "did not start within")):
+        monkeypatch.setattr(pool_module, "START_LIMIT_S", limit)
+        if limit == 0.0:
+            (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(30)\n")
+        with pytest.raises(MachineError, match=why):
+            source.read_each([request, request])
+    monkeypatch.undo()
+    (frames,) = source.read_each([request])
+    assert not isinstance(frames, UserError)
 
 
 def test_a_decoder_does_not_outlive_its_parent(tmp_path: Path) -> None:

@@ -188,6 +188,9 @@ def test_numbers_and_text_as_labels_do_not_mix(tmp_path: Path) -> None:
 def test_what_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere does not exist"):
         discover([str(tmp_path / "nowhere")])
+    for name in ("x" * 5000, "x" * 5000 + ":top", "a\0b", str(tmp_path / "gone") + ":top"):
+        with pytest.raises(UserError, match="does not exist"):
+            discover([name])
     with pytest.raises(UserError, match="no source"):
         discover([])
 

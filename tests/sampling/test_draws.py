@@ -16,6 +16,7 @@ from marey.sampling.draws import (
     MixtureDraws,
     SequentialDraws,
     Spread,
+    SpreadDraws,
     draw_shares,
     floor_sum,
     largest_remainder,
@@ -261,3 +262,24 @@ def test_weights_apart_by_any_power_are_exact_and_impossible_ones_never_arrive()
     for weight in (-1.0, float("inf"), float("nan")):
         with pytest.raises(AssertionError):
             draw_shares("ab", [2.0, weight], [1, 1], meaning="by_draw")
+
+
+def test_a_limited_validation_reads_windows_spread_over_all_sources() -> None:
+    draws = SpreadDraws([8, 0, 4, 100], 7)
+    found = draws.at(0, np.arange(7))
+    assert draws.counts == [1, 0, 1, 5]
+    assert found.source.tolist() == [0, 2, 3, 3, 3, 3, 3]
+    assert found.window.tolist() == [4, 2, 10, 30, 50, 70, 90]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.data())
+def test_spread_windows_are_distinct_and_leave_no_source_out(sizes: list[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, sum(sizes)))
+    draws = SpreadDraws(sizes, count)
+    found = draws.at(3, np.arange(count))
+    pairs = set(zip(found.source.tolist(), found.window.tolist(), strict=True))
+    assert len(pairs) == count
+    assert all(0 <= window < sizes[source] for source, window in pairs)
+    there = {source for source, size in enumerate(sizes) if size}
+    if count >= len(there):
+        assert {source for source, _ in pairs} == there

@@ -4,11 +4,21 @@ from typing import Any
 
 import pytest
 
+from marey.config.causal import CausalConfig, ProgramConfig
+from marey.config.compose import compose_container, validate
+from marey.sampling import forecast as forecasting
 from marey.sampling.draws import MixtureDraws, draw_shares
-from marey.sampling.forecast import forecast
+from marey.sampling.forecast import Forecast
 from marey.sampling.planner import MicrobatchPlanner
+from marey.sampling.video_tokens import chunked_pairs
 from marey.sampling.windows import WindowTable
 from tests.sampling.latent_sources import BUCKETS, source
+
+PROGRAM = validate(compose_container(["data=demo"], config_name="causal_video"), CausalConfig).program
+
+
+def forecast(planner: MicrobatchPlanner, *, program: ProgramConfig = PROGRAM, **options: Any) -> Forecast:
+    return forecasting.forecast(planner, program=program, **options)
 
 
 def plan(**options: Any) -> MicrobatchPlanner:
@@ -81,3 +91,35 @@ def test_pairs_and_the_balance_of_ranks_are_those_of_the_definitions() -> None:
     assert found.rank_balance == pytest.approx(sum(balance) / steps)
     assert found.rank_balance_padded == pytest.approx(sum(balance_padded) / steps)
     assert 0.3 < found.rank_balance < 1
+
+
+@pytest.mark.parametrize(("size", "window"), [(1, 1), (2, 1), (3, 2), (4, 64)])
+def test_pairs_of_the_chunked_program_are_those_of_its_labels(size: int, window: int) -> None:
+    from marey.batching.visibility import visibility_matrix
+    from marey.objectives.chunked_conditioned import ChunkGeometry, chunk_labels
+
+    for frames in (1, 2, 7, 9):
+        labels = chunk_labels([ChunkGeometry(size, window, None)], frames)
+        assert chunked_pairs(frames, size=size, window=window) == int(visibility_matrix(labels, labels).sum())
+
+
+def test_a_forecast_counts_what_the_program_shows() -> None:
+    planner = plan(world=1)
+    full = forecast(planner, steps=None)
+    causal = forecast(planner, steps=None, program=PROGRAM.model_copy(update={"visibility": "prefix_causal"}))
+    chunked = forecast(planner, steps=None, program=PROGRAM.model_copy(update={"name": "chunked_conditioned"}))
+    hidden = tokens = 0
+    for step in range(planner.micro_steps(0)):
+        at = planner.batch_at(0, step, 0).at
+        cells = at.height * at.width
+        hidden += int((at.prefix * at.future * cells**2).sum())
+        tokens += int(((1 + 2 * (at.prefix + at.future)) * cells).sum())
+    assert full.pairs - causal.pairs == pytest.approx(hidden / planner.micro_steps(0))
+    assert causal.tokens == full.tokens
+    assert chunked.tokens == pytest.approx(tokens / planner.micro_steps(0))
+
+
+def test_tail_repeats_are_told_by_source() -> None:
+    found = forecast(plan(tail="repeat", world=1, batch=6), steps=None)
+    assert sum(found.tail.values()) * found.counts.planned == pytest.approx(found.counts.repeated)
+    assert found.counts.repeated > 0

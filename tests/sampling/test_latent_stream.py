@@ -9,14 +9,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from marey.config.causal import CausalConfig
-from marey.config.compose import compose_container, validate
+from marey.config.compose import compose_container, load_run, validate
 from marey.core.errors import UserError
 from marey.core.latents import LatentSample
 from marey.latents.adapter import LatentAdapter
 from marey.latents.dataset import LatentDataset
-from marey.sampling.latent_stream import read_sources, train_stream, validation_stream
+from marey.sampling.budget import check_shapes
+from marey.sampling.latent_stream import read_sources, train_stream, validated_counts, validation_stream
 from marey.sampling.planner import MicrobatchPlanner
-from marey.sampling.stream import MicrobatchSampler
+from marey.sampling.stream import MicrobatchSampler, RequestStream
 
 
 def write(
@@ -226,3 +227,90 @@ def test_a_clip_without_text_is_refused_when_the_manifest_is_read(tmp_path: Path
     read_sources(load(*options).data)
     with pytest.raises(UserError, match=rf"t.csv, row {row}, column text: clip {clip} has no text"):
         read_sources(load(*options, "data.text_conditioning=task_prompt").data)
+
+
+def counted(stream: RequestStream, world: int) -> set[tuple[str, str, int]]:
+    return {
+        (request.source, request.clip.clip_id, request.start)
+        for micro_step in range(stream.planner.micro_steps(0))
+        for rank in range(world)
+        for request in stream.requests(0, micro_step, rank)
+    }
+
+
+def test_a_limited_validation_is_of_all_sources_and_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    limits = ("data.val_fraction=0.4", "trainer.limit_val_batches=6")
+    found = []
+    for world, mode in ((1, "packed"), (3, "padded")):
+        config = mixture(tmp_path, *limits, f"data.batching.mode={mode}")
+        stream = validation_stream(config, read_sources(config.data).val, world=world)
+        assert stream.planner.micro_steps(0) == 6 // world
+        found.append(counted(stream, world))
+    assert found[0] == found[1]
+    counts = validated_counts(stream)
+    assert [sum(source == name for source, _, _ in found[0]) for name in "ab"] == counts
+    assert min(counts) >= 2
+    assert sum(counts) == 6
+
+
+def test_half_of_the_validation_is_half_of_its_windows(tmp_path: Path) -> None:
+    config = mixture(tmp_path, "data.val_fraction=0.4", "trainer.limit_val_batches=0.5")
+    sources = read_sources(config.data)
+    stream = validation_stream(config, sources.val, world=1)
+    assert sum(validated_counts(stream)) == sum(stream.planner.windows.sizes) // 2
+    config = mixture(tmp_path, "data.val_fraction=0.4", "trainer.limit_val_batches=0.001")
+    with pytest.raises(UserError, match=r"leaves none of the .* windows of validation"):
+        validation_stream(config, sources.val, world=1)
+
+
+def test_without_validation_a_single_clip_is_trained_on(tmp_path: Path) -> None:
+    one, many = write(tmp_path, "one", 1, canvas=(4, 4)), write(tmp_path, "many", 20, canvas=(4, 4))
+    with pytest.raises(UserError, match="side empty"):
+        read_sources(load(f"data.train={one}").data)
+    sources = read_sources(load(f"data.train={one}").data, validates=False)
+    assert ([len(source.manifest) for source in sources.train], sources.val) == ([1], [])
+    # Where there is a split, turning validation off changes no clip.
+    with_it, without = (
+        read_sources(load(f"data.train={many}", "data.val_fraction=0.3").data, validates=validates)
+        for validates in (True, False)
+    )
+    assert with_it.train[0].manifest.texts("clip_id") == without.train[0].manifest.texts("clip_id")
+
+
+def test_every_window_of_a_varied_source_has_stand_ins(tmp_path: Path) -> None:
+    """Four canvases and five lengths: a clip that fits exactly is one in twenty, one that is long enough is not."""
+    canvases = [(8, 8), (8, 12), (12, 8), (10, 14)]
+    rows = [f"c{i},c{i}.npy,64,{h},{w}" for i in range(400) for h, w in [canvases[i % 4]]]
+    path = tmp_path / "long.csv"
+    path.write_text("clip_id,path,length_frames,height,width\n" + "\n".join(rows) + "\n")
+    words = [f"data.train={path}", "causal_recipe=long", "data.check_files=false"]
+    config = load_run([*words, "data.on_bad_clip=replace"], config_name="causal_video", config_dir=None)
+    assert isinstance(config, CausalConfig)
+    stream, _ = train_stream(config, read_sources(config.data).train, world=1)
+    steps = range(0, stream.planner.micro_steps(0), 7)
+    requests = [request for micro_step in steps for request in stream.requests(0, micro_step, 0)]
+    assert len({request.frames for request in requests}) > 1
+    for request in requests:
+        assert len(request.alternates) == 3
+        assert len({other.clip.clip_id for other in request.alternates} | {request.clip.clip_id}) == 4
+        for other in request.alternates:
+            assert (other.clip.height, other.clip.width) == (request.clip.height, request.clip.width)
+            assert (other.prefix, other.future) == (request.prefix, request.future)
+            assert other.start + other.frames <= other.clip.length_frames
+    assert [r.alternates for r in stream.requests(0, 3, 0)] == [r.alternates for r in stream.requests(0, 3, 0)]
+
+
+def test_held_out_windows_that_cannot_share_a_batch_are_refused(tmp_path: Path) -> None:
+    config = mixture(tmp_path, "data.val_fraction=0.4", "data.val_batch_size=4", "trainer.limit_val_batches=1.0")
+    stream = validation_stream(config, read_sources(config.data).val, world=1)
+    with pytest.raises(UserError, match=r"different canvases \(4 x 4 and 4 x 6\).*set data.val_batch_size=1"):
+        check_shapes(stream.planner, strict=False, key="data.val_batch_size")
+    rows = [f"c{i},c{i}.npy,{4 + i % 6},4,4" for i in range(40)]
+    path = tmp_path / "lengths.csv"
+    path.write_text("clip_id,path,length_frames,height,width\n" + "\n".join(rows) + "\n")
+    words = ["data.check_files=false", "data.val_fraction=0.5", "data.val_batch_size=4"]
+    config = load(f"data.train={path}", *words, "data.buckets=[[1,3],[1,4],[1,6]]")
+    stream = validation_stream(config, read_sources(config.data).val, world=1)
+    check_shapes(stream.planner, strict=False, key="data.val_batch_size")
+    with pytest.raises(UserError, match=r"different lengths .*mode=strict cannot hold; set data.val_batch_size=1"):
+        check_shapes(stream.planner, strict=True, key="data.val_batch_size")

@@ -37,13 +37,14 @@ def write(
     canvases: Sequence[tuple[int, int]] = ((4, 4),),
     lengths: Sequence[int] = (3, 5, 8, 9),
     broken: Sequence[int] = (),
+    channels: int = 3,
 ) -> Path:
-    """A manifest of ``clips`` latents of 3 channels; lengths and canvases go round."""
+    """A manifest of ``clips`` latents; lengths and canvases go round."""
     rng = np.random.default_rng(len(name))
     rows = ["clip_id,path,length_frames,height,width,fps,text"]
     for i in range(clips):
         (height, width), frames = canvases[i % len(canvases)], lengths[i % len(lengths)]
-        values = rng.standard_normal((3, frames, height, width)).astype(np.float32)
+        values = rng.standard_normal((channels, frames, height, width)).astype(np.float32)
         if i in broken:
             (folder / f"{name}{i}.npy").write_bytes(b"not an array")
         else:

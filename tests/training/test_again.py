@@ -20,6 +20,7 @@ from marey.training.again import Again, launcher_note, typed_program
 from marey.training.application import run_application
 from marey.training.module import TrainingModule
 from marey.training.signals import FROM_SCHEDULERS, StopRequest
+from marey.training.verify import tree_differences
 
 from . import latent_runs
 from .conftest import SMALL, Finished
@@ -84,6 +85,23 @@ def test_a_signal_before_training_is_kept_for_the_run(train: Train, capsys: pyte
     assert done.checkpoint()["marey"]["step"] == 1
 
 
+def test_a_ctrl_c_before_training_ends_it_with_nothing_to_save(
+    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with StopRequest(print):
+        signal.raise_signal(signal.SIGINT)
+        done = train("run", "trainer.max_steps=9")
+    assert "Ctrl-C: " in capsys.readouterr().out
+    assert done.lines == ["stopped on request before the first step; there is nothing to save"]
+    assert done.newest is None
+    assert list(done.folder.iterdir()) == []
+    # Ranks that a launcher started agree on the step that is their last.
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    with StopRequest(print):
+        signal.raise_signal(signal.SIGINT)
+        assert train("other", "trainer.max_steps=9").checkpoint()["marey"]["step"] == 1
+
+
 @pytest.mark.parametrize("objective", ["encoder", "causal"])
 def test_the_command_goes_on_from_anywhere_to_the_same_weights(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str
@@ -122,6 +140,69 @@ def test_the_command_goes_on_from_anywhere_to_the_same_weights(
     assert [entry["step"] for entry in receipt["checkpoints"]] == [1, 2, 3, 4]
     whole, again = (torch.load(kept / "last.ckpt") for kept in (tmp_path / "whole" / "kept", launch / "kept"))
     assert all(torch.equal(whole["state_dict"][name], again["state_dict"][name]) for name in whole["state_dict"])
+
+
+VALIDATED = (
+    "trainer.max_epochs=-1",
+    "trainer.max_steps=4",
+    "trainer.val_check_interval=2",
+    "trainer.log_every_n_steps=3",
+    "trainer.limit_val_batches=3",
+)
+
+
+def validated_rows(folder: Path) -> list[str]:
+    return [row.split(",")[0] for row in (folder / "validation.csv").read_text().splitlines()[1:]]
+
+
+def test_a_request_in_a_validation_breaks_it_off_and_the_resumed_run_makes_it(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train("whole", *VALIDATED)
+    assert validated_rows(whole.folder) == ["2", "4"]
+    original, looks = TrainingModule.validation_step, []
+
+    def step(module: TrainingModule, batch: Any, batch_idx: int) -> Any:
+        looks.append(module.global_step)
+        if asked[len(looks) - 1]:
+            signal.raise_signal(signal.SIGTERM)
+        return original(module, batch, batch_idx)
+
+    monkeypatch.setattr(TrainingModule, "validation_step", step)
+    asked = [True]
+    first = train("run", *VALIDATED)
+    assert looks == [2]
+    assert validated_rows(first.folder) == []
+    assert first.lines[-3].startswith("stopped on request after 2 optimizer steps; newest checkpoint ")
+    assert first.checkpoint()["marey"]["resume"]["validation_due"] is True
+    start = (f"resume.ckpt_path={first.checkpoints}/last.ckpt", "resume.weights_only=false")
+    kept = {"checkpoints": "run-checkpoints"}
+    asked += [False, True]  # again, in the one that is made up for: before any further step
+    second = train("run", *VALIDATED, *start, **kept)
+    assert looks == [2, 2, 2]
+    assert receipt_of(second.folder)["status"] == "stopped on request"
+    assert [path.name for path in first.checkpoints.glob("epoch*")] == ["epoch-0000-step-0000002.ckpt"]
+    asked += [False] * 40
+    third = train("run", *VALIDATED, *start, **kept)
+    assert receipt_of(third.folder)["status"] == "finished"
+    assert (third.folder / "validation.csv").read_text() == (whole.folder / "validation.csv").read_text()
+    timed = ("seconds", "per_second", "wait")
+    rows = [
+        [{key: row[key] for key in row if not any(word in key for word in timed)} for row in run.rows()]
+        for run in (whole, third)
+    ]
+    assert rows[0] == rows[1]
+    one, other = whole.checkpoint(), third.checkpoint()
+    assert list(tree_differences(one["state_dict"], other["state_dict"])) == []
+    assert list(tree_differences(one["optimizer_states"], other["optimizer_states"])) == []
+
+
+def test_a_stop_on_request_looks_at_no_validation_data(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    At(monkeypatch, 0, lambda: signal.raise_signal(signal.SIGTERM))
+    done = train("run", *VALIDATED)
+    assert receipt_of(done.folder)["status"] == "stopped on request"
+    assert validated_rows(done.folder) == []
+    assert not any(line.startswith("validation") for line in done.lines)
 
 
 def test_a_refusal_after_a_checkpoint_says_how_to_go_on(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,12 +273,38 @@ def test_a_run_folder_belongs_to_one_run(train: Train, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"records of another run .*set hydra\.run\.dir to that run's folder"):
         train("run", "trainer.max_steps=3", "seed=1", f"resume.ckpt_path={other.newest}", "resume.weights_only=false")
     assert receipt_of(first.folder)["seed"] == 0
+    with pytest.raises(UserError, match=r"holds the records of a run with checkpoints"):
+        train("run", "trainer.max_steps=2", EVERY_STEP)
     # Killed before its first checkpoint and typed again, it is still the same run.
     for path in first.checkpoints.iterdir():
         path.unlink()
     killed(first.folder)
     again = train("run", "trainer.max_steps=2", EVERY_STEP)
     assert [a["status"] for a in receipt_of(again.folder)["attempts"]] == ["killed", "finished"]
+
+
+def test_the_records_of_a_run_are_not_replaced_by_another_ones(train: Train) -> None:
+    off = "trainer.enable_checkpointing=false"
+    first = train("run", "trainer.max_steps=2", off)
+    kept = receipt_of(first.folder)
+    for words in (["trainer.max_steps=2", off], ["trainer.max_steps=2", off, "seed=1"]):
+        with pytest.raises(UserError, match=rf"{kept['run_id']}, finished.*set hydra\.run\.dir to another"):
+            train("run", *words)
+    assert receipt_of(first.folder) == kept
+    assert len(first.rows()) > 0
+    # A killed run's receipt may say that it made no step: its metrics know better.
+    killed(first.folder, consumed={**kept["consumed"], "optimizer_steps": 0}, attempts=[dict(kept["attempts"][0])])
+    receipt = receipt_of(first.folder)
+    receipt["attempts"][0].update(to_step=0, status="running")
+    (first.folder / "receipt.json").write_text(json.dumps(receipt))
+    with pytest.raises(UserError, match=r"records of another run .*running"):
+        train("run", "trainer.max_steps=2", off, "seed=1")
+    # A start that was refused before its first step leaves nothing to protect.
+    (first.folder / "metrics.csv").write_text("step\n")
+    assert receipt_of(train("run", "trainer.max_steps=2", off, "seed=1").folder)["seed"] == 1
+    (first.folder / "receipt.json").write_text("{")
+    with pytest.raises(UserError, match=r"receipt\.json cannot be read .*; set hydra\.run\.dir"):
+        train("run", "trainer.max_steps=2", off)
 
 
 def test_how_the_program_was_started_is_how_it_is_started_again(tmp_path: Path, monkeypatch: Any) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from marey.core.errors import UserError
 from marey.training import application
 from marey.training.application import run_application
+from marey.training.lock import alone_in
 from marey.training.plan import plan_text
 
 
@@ -62,11 +66,59 @@ def test_the_run_folder_of_another_rank_is_the_first_ones(
     assert [run["run_dir"] for run in runs] == [launch.parent / "own", launch / "first"]
 
 
+@pytest.mark.parametrize(
+    "environment", [{"RANK": "1", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}]
+)
+def test_processes_of_a_launcher_need_a_run_folder_that_all_of_them_know(
+    launch: Path, runs: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    words = ["recipe=smoke", "data=custom", "data.train=videos", "checkpoint.dirpath=elsewhere"]
+    devices = f"trainer.devices={environment.get('WORLD_SIZE', '4')}"
+    with pytest.raises(UserError, match=r"processes were started for this run, .* hydra\.run\.dir=runs/NAME"):
+        run_application([*words, devices])
+    assert runs == []
+    assert not (launch / "outputs").exists()
+
+
 def test_a_run_folder_that_cannot_be_made_is_refused(launch: Path, runs: list[dict[str, Any]]) -> None:
     words = ["recipe=smoke", "checkpoint.dirpath=../kept", "hydra.run.dir=/proc/nope/run"]
     with pytest.raises(UserError, match=r"the run folder cannot be made .*/proc/nope.*set hydra\.run\.dir"):
         run_application(words)
     assert runs == []
+
+
+def test_a_refused_start_leaves_the_first_ones_configuration(launch: Path, runs: list[dict[str, Any]]) -> None:
+    words = ["recipe=smoke", "data=custom", "data.train=videos", "checkpoint.dirpath=../kept", "hydra.run.dir=../run"]
+    run_application(words)
+    folder = launch.parent / "run"
+    before = {path: path.read_bytes() for path in (folder / ".hydra").iterdir()}
+    assert before
+    record = {"run_id": "first", "status": "finished", "config": {}, "consumed": {"optimizer_steps": 3}}
+    (folder / "receipt.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"records of another run \(first, finished"):
+        run_application([*words, "seed=7"])
+    torch.save({"marey": {"receipt": {"run_id": "second"}}}, launch / "b.ckpt")
+    with pytest.raises(UserError, match=r"another run \(first\) than the checkpoint"):
+        run_application([*words, "seed=7", "resume.ckpt_path=b.ckpt", "resume.weights_only=false"])
+    (folder / "receipt.json").unlink()
+    with alone_in([("hydra.run.dir", folder)], run_dir=folder), pytest.raises(UserError, match=r"set hydra\.run\.dir"):
+        run_application([*words, "seed=7"])
+    assert {path: path.read_bytes() for path in (folder / ".hydra").iterdir()} == before
+    assert len(runs) == 1
+
+
+def test_a_ctrl_c_while_the_program_imports_is_a_request(launch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    went_on = []
+
+    def execute(*_: Any, **__: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        went_on.append(True)
+
+    monkeypatch.setattr(application, "execute", execute)
+    run_application(["recipe=smoke", "checkpoint.dirpath=../kept", "hydra.run.dir=../run"])
+    assert went_on == [True]
 
 
 def test_an_error_of_the_run_itself_is_not_taken_for_a_refusal(launch: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,9 @@ from marey.config.schema import EncoderConfig
 from marey.core.errors import UserError
 from marey.core.tokens import ViewChunk
 from marey.pixels.episodes import EpisodeSource
+from marey.pixels.videos import VideoEpisodes
 from marey.training.batchplan import batch_plan, validation_steps
-from marey.training.data import ClipData, build_loader, open_train, open_val, validates_on_training_data
+from marey.training.data import ClipData, ClipSteps, build_loader, open_train, open_val, validates_on_training_data
 from marey.training.kinds.base import open_kind
 from marey.training.loader import MicroStepLoader, ignored_settings
 
@@ -151,6 +152,49 @@ def test_a_stalled_worker_is_named_with_what_it_was_reading(
         next(iter(loader))
 
 
+@pytest.mark.parametrize("fault", ["hang", "die"])
+def test_of_two_workers_the_one_at_fault_names_the_file_it_is_at(
+    small: Configure,
+    opened: list[MicroStepLoader],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    monkeypatch.setenv("MAREY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(loader_module, "MAX_DEATHS", 0)
+    for name in "abcdefgh":
+        make_video(tmp_path / "videos" / f"{name}.mp4", frames=12, rate=15)
+    words = (f"data.train={tmp_path / 'videos'}", "data.video_rate=15", "loader.clips_per_video=1")
+    config = small(*words, "loader.num_workers=2", "loader.timeout=6")
+    data = open_train(config)
+    source = data.sources[0]
+    plan = batch_plan(config, data.clips, world_size=1)
+    steps = ClipSteps(data, config, plan, fixed_epoch=False)
+    # Of the second micro-step: both workers are there by then.
+    files = [name.partition(" (")[0] for name in steps.files(0, 1, 0, 0)]
+    assert len(files) == 4
+    source.__class__ = Disk
+    source.bad, source.fault = files[2], fault  # type: ignore[attr-defined]
+    loader = build_loader(data, config, plan=plan, micro_steps=2, pin_memory=False, fixed_epoch=False)
+    opened.append(loader)
+    with pytest.raises(UserError, match=rf"while reading {files[2]}(;| \()") as caught:
+        list(loader)
+    assert not any(name in str(caught.value) for name in (*files[:2], files[3]))
+
+
+class Disk(VideoEpisodes):
+    """Videos on a disk that, at one file, does not answer or takes the process with it."""
+
+    bad, fault = "", ""
+
+    def _check_unchanged(self, item: Any) -> None:
+        if item.footage.name == self.bad:
+            if self.fault == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(3600)
+        super()._check_unchanged(item)
+
+
 def test_a_worker_that_dies_costs_nothing_but_time(small: Configure, opened: list[MicroStepLoader]) -> None:
     options = ("loader.micro_batch_size=2", "loader.num_workers=2", "loader.timeout=600", "loader.prefetch_factor=1")
     whole = list(make(small("loader.micro_batch_size=2"), opened))
@@ -165,7 +209,8 @@ def test_a_worker_that_dies_costs_nothing_but_time(small: Configure, opened: lis
     assert len(got) == 6
     assert all(same(a, b) for a, b in zip(got, whole, strict=True))
     assert loader.deaths == len(said) == 2
-    assert all(line.startswith("a loader worker died while reading episode") for line in said)
+    # One that was idle when it was killed was reading nothing.
+    assert all(line.startswith("a loader worker died") for line in said), said
 
 
 def test_a_worker_that_dies_again_and_again_is_noticed_at_once_and_is_one_sentence(

@@ -66,14 +66,15 @@ def test_prefix_suffix_in_every_mode(tmp_path: Path, mode: str) -> None:
     batch = 1 if mode == "strict" else 3
     source = one_source(tmp_path) if mode in ("strict", "bucket") else mixture(tmp_path)
     config = (*source, *CAUSAL, f"data.batching.mode={mode}", f"data.train_batch_size={batch}")
-    workers = (*config, "loader.num_workers=2") if mode == "bucket" else config
+    workers = (*config, "loader.num_workers=2") if mode in ("bucket", "packed") else config
     assert_resumes_exactly(load(*config), tmp_path / "runs", resumed=load(*workers))
 
 
 def test_chunked_conditioned(tmp_path: Path) -> None:
     path = write(tmp_path, "long", 30, lengths=(9, 12))
     config = (f"data.train={path}", *CAUSAL, "program.name=chunked_conditioned", "data.batching.mode=strict")
-    assert_resumes_exactly(load(*config, "data.train_batch_size=1"), tmp_path)
+    config = (*config, "data.train_batch_size=1")
+    assert_resumes_exactly(load(*config), tmp_path, resumed=load(*config, "loader.num_workers=2"))
 
 
 def test_what_is_not_restored_is_found_and_named(

@@ -28,6 +28,8 @@ from marey.config.schema import (
 )
 from marey.core.errors import nearest
 
+DEMO = "demo:"
+"""What begins the name of an embedded set: ``demo:train``."""
 MODES = ("strict", "padded", "bucket", "packed")
 Positive = Annotated[float, Field(gt=0)]
 IntPair = Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]  # a list from YAML
@@ -171,10 +173,22 @@ class LatentDataConfig(Section):
     )
     check_files: bool = Field(description="look for every file of a manifest when it is read (one listing a folder)")
     verify_sha256: bool = Field(description="compare checksums at every read, where the manifest has them")
-    pad_short: PadShort = Field(default="drop", description="as in the encoder's data; for frame stores")
+    pad_short: PadShort = Field(
+        default="drop", description="drop alone: episodes shorter than the shortest bucket give no window"
+    )
     video_rate: Positive = Field(default=15.0, description="frames/s, for encoding straight from video files")
     video_episode_length: PositiveInt = Field(default=128, description="frames, for encoding straight from video files")
     num_episodes: PositiveInt | None = Field(default=None, description="published episode count, if any")
+
+    @field_validator("pad_short")
+    @classmethod
+    def _nothing_is_padded(cls, value: PadShort) -> PadShort:
+        if value != "drop":
+            raise ValueError(
+                f"data.pad_short={value} has no meaning for latent video, where a clip that is too short gives no "
+                "window; set data.pad_short=drop, or add shorter data.buckets"
+            )
+        return value
 
     @model_validator(mode="after")
     def _one_description_of_the_data(self) -> LatentDataConfig:
@@ -277,11 +291,14 @@ class CausalConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = Field(
         description="a loss or gradient that is not finite: stop the run, or skip the optimizer step and count it"
     )
+    # These two have defaults, so that configurations inside older checkpoints stay readable.
     max_skipped_in_a_row: NonNegativeInt | None = Field(
-        description="on_nonfinite=skip: more skipped optimizer steps in a row than this end the run; null: no bound"
+        default=10,
+        description="on_nonfinite=skip: more skipped optimizer steps in a row than this end the run; null: no bound",
     )
     max_skipped_steps: NonNegativeInt | None = Field(
-        description="on_nonfinite=skip: more skipped optimizer steps in all than this end the run; null: no bound"
+        default=None,
+        description="on_nonfinite=skip: more skipped optimizer steps in all than this end the run; null: no bound",
     )
     trainer: TrainerConfig
     data: LatentDataConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, overload
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, overload
 
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -40,13 +40,22 @@ def compose_container(
     Raises:
         UserError: a key, value or group that does not exist, naming the nearest one that does.
     """
-    return compose_job(overrides, config_name=config_name, config_dir=config_dir)[0]
+    return compose_job(overrides, config_name=config_name, config_dir=config_dir).plain
 
 
-def compose_job(
-    overrides: Sequence[str], *, config_name: str = DEFAULT_CONFIG, config_dir: Path | None = None
-) -> tuple[dict[str, Any], bool]:
-    """The composed configuration as plain values, and whether ``hydra.job.chdir`` asks to work in the run folder.
+class Job(NamedTuple):
+    """What a command line asks for."""
+
+    plain: dict[str, Any]
+    """The composed configuration as plain values."""
+    follows_run_dir: bool
+    """Whether ``hydra.job.chdir`` asks to work in the run folder."""
+    run_dir: str | None
+    """``hydra.run.dir``, where it is known before Hydra starts a run and not made of the time."""
+
+
+def compose_job(overrides: Sequence[str], *, config_name: str = DEFAULT_CONFIG, config_dir: Path | None = None) -> Job:
+    """What Hydra makes of a command line, without starting a run.
 
     Raises:
         UserError: as :func:`compose_container`.
@@ -65,12 +74,24 @@ def compose_job(
             with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
                 composed = compose(config_name, overrides=[*overrides, *extra], return_hydra_config=True)
         changes_folder = bool(composed.hydra.job.chdir)
+        run_dir = _run_folder(composed)
         with open_dict(composed):
             del composed["hydra"]  # parts of it have values only in a run
-        return to_plain(composed), changes_folder
+        return Job(to_plain(composed), changes_folder, run_dir)
     except (HydraException, OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
         # Hydra has the last three for overrides of its own groups that are no group, as hydra=null.
         raise UserError(explain(error, overrides, config_name=config_name)) from error
+
+
+def _run_folder(composed: DictConfig) -> str | None:
+    given = OmegaConf.to_container(composed.hydra.run, resolve=False)
+    assert isinstance(given, dict)
+    if "${now:" in str(given["dir"]):
+        return None
+    try:
+        return str(composed.hydra.run.dir)
+    except OmegaConfBaseException:  # it is made of what only a run has
+        return None
 
 
 def to_plain(composed: DictConfig | ListConfig) -> dict[str, Any]:

@@ -253,7 +253,9 @@ class TrainerConfig(Section):
     """Lightning Trainer arguments, by Lightning's names. ``max_steps`` counts optimizer steps."""
 
     accelerator: str = Field(description="auto, cpu, gpu, mps")
-    strategy: str = Field(description="auto, ddp, ...; one process: auto")
+    strategy: str = Field(
+        description="auto, ddp, fsdp2 (weights and optimizer state sharded over ranks), ...; one process: auto"
+    )
     devices: int | str | list[int] = Field(description="per node")
     num_nodes: PositiveInt
     precision: str | int | None = Field(description="32-true, bf16-mixed, 64-true, ...")
@@ -352,6 +354,16 @@ class WandbConfig(Section):
     name: str | None = Field(description="W&B's run name")
 
 
+class OnlineProbeConfig(Section):
+    """A look at a small fixed set during training, into metrics.csv; it draws nothing that training draws."""
+
+    every_n_steps: PositiveInt | None = Field(
+        description="optimizer steps between looks, a multiple of trainer.log_every_n_steps (null: off)"
+    )
+    data: str | None = Field(description="a store or videos, labelled for kNN (null: data.val, else data.train)")
+    clips: Annotated[int, Field(ge=2)] = Field(description="clips of the set, one an episode, drawn once by the seed")
+
+
 class EncoderConfig(Section):
     """The whole configuration of ``marey train`` with the encoder objective (``conf/config.yaml``)."""
 
@@ -373,16 +385,31 @@ class EncoderConfig(Section):
     on_nonfinite: Literal["stop", "skip"] = Field(
         description="a loss or gradient that is not finite: stop the run, or skip the optimizer step and count it"
     )
+    # These two have defaults, so that configurations inside older checkpoints stay readable.
     max_skipped_in_a_row: NonNegativeInt | None = Field(
-        description="on_nonfinite=skip: more skipped optimizer steps in a row than this end the run; null: no bound"
+        default=10,
+        description="on_nonfinite=skip: more skipped optimizer steps in a row than this end the run; null: no bound",
     )
     max_skipped_steps: NonNegativeInt | None = Field(
-        description="on_nonfinite=skip: more skipped optimizer steps in all than this end the run; null: no bound"
+        default=None,
+        description="on_nonfinite=skip: more skipped optimizer steps in all than this end the run; null: no bound",
     )
     trainer: TrainerConfig
     data: DataConfig
     wandb: WandbConfig
+    # The configuration inside a checkpoint of an earlier version has no such section: it did not look.
+    probe: OnlineProbeConfig = OnlineProbeConfig(every_n_steps=None, data=None, clips=256)
     recipe: RecipeConfig
+
+    @model_validator(mode="after")
+    def _looks_have_rows(self) -> EncoderConfig:
+        every, rows = self.probe.every_n_steps, self.trainer.log_every_n_steps
+        if every is not None and every % rows:
+            raise ValueError(
+                f"probe.every_n_steps={every} must be a multiple of trainer.log_every_n_steps={rows}: a look is "
+                "written in a row of metrics.csv"
+            )
+        return self
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> EncoderConfig:

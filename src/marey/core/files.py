@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -161,15 +162,30 @@ def seal_holds(path: Path | str) -> bool:
     return digest.hexdigest() == seal
 
 
-def refuse_unwritable(path: Path, *, option: str) -> None:
-    """UserError where no file could be written at ``path``; ``option`` is what named it. Nothing is made."""
+def refuse_unwritable(path: Path, *, option: str, shown: Path | None = None) -> None:
+    """UserError where no file could be written at ``path``; ``option`` is what named it. Nothing is made.
+
+    ``shown``: what to call it (default: ``path``).
+    """
     if path.is_dir():
         raise UserError(f"{option} {path} is a folder; name a file")
     folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
     if not folder.is_dir():
-        raise UserError(f"{option} {path} cannot be written ({folder} is not a folder); give another place")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{option} {path} cannot be written (no permission in {folder}); give another place")
+        raise UserError(f"{option} {shown or path} cannot be written ({folder} is not a folder); give another place")
+    try:
+        # Permission bits do not tell: they mean nothing to root, or on a read-only disk.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = f"{error.strerror or error} in {folder}"
+        raise UserError(f"{option} {shown or path} cannot be written ({why}); give another place") from error
+
+
+def refuse_unwritable_folder(path: Path, *, option: str) -> None:
+    """UserError where no files could be written into a folder ``path``; nothing is made. ``option`` named it."""
+    if os.path.lexists(path) and not path.is_dir():
+        raise UserError(f"{option} {path} is a file; name a folder")
+    refuse_unwritable(path / "any", option=option, shown=path)
 
 
 def write_text(path: Path | str, text: str) -> None:

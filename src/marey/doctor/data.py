@@ -67,6 +67,10 @@ class Pick:
 
     name: str
     video: bool = False
+    footage: Any = None
+    """Where a video's frames are, for one within something larger."""
+    fault: str | None = None
+    """Why a video cannot be read, where that is known before."""
     store: str | None = None
     episode: int = 0
     steps: tuple[int, ...] = ()

@@ -107,7 +107,8 @@ def _videos(path: str, request: DataRequest) -> dict[str, Any]:
     from marey.pixels.sources import discover
 
     found = discover([path])
-    picks = [Pick(name=found.files[i].path, video=True) for i in _spread(len(found.files), request.clips)]
+    chosen = [found.files[i] for i in _spread(len(found.files), request.clips)]
+    picks = [Pick(name=v.path, video=True, footage=None if v.fault else v.frames(), fault=v.fault) for v in chosen]
     return {"kind": "videos", "count": len(found.files), "reading": found.readings[0], "picks": picks}
 
 
@@ -205,8 +206,10 @@ def _read_video(pick: Pick, request: DataRequest, budget_s: float) -> dict[str, 
     from marey.pixels.decode import Reading
     from marey.pixels.media import Unreadable
 
+    if pick.fault is not None:
+        return {"error": f"{pick.name} {pick.fault}", "frames": 0}
     until = time.perf_counter() + budget_s
-    reading = Reading(pick.name, rate=request.rate)
+    reading = Reading(pick.footage or pick.name, rate=request.rate)
     whole, first, last = True, 0.0, 0.0
     try:
         for shown in reading:

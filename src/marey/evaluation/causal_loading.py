@@ -13,9 +13,9 @@ from torch import Tensor
 from marey.config.causal import CausalConfig
 from marey.core.errors import UserError
 from marey.evaluation.checkpoint_file import read_checkpoint, starting_share
-from marey.evaluation.loading import Weights, choose_weights
+from marey.evaluation.loading import Weights, choose_weights, weights_of
 from marey.latents.adapter import TextEncoder
-from marey.latents.text import HashingTextEncoder, PrecomputedText
+from marey.latents.text import configured_encoder
 from marey.objectives.video_program import VideoProgram
 from marey.objectives.video_registry import build_causal
 
@@ -57,7 +57,7 @@ def load_causal(
         )
     chosen = choose_weights(content, path, weights)
     online: dict[str, Any] = content["state_dict"]
-    chosen_state = content["state_dict_ema"] if chosen == "ema" else online
+    chosen_state = weights_of(content, chosen)
     state = {key.removeprefix(PREFIX): value for key, value in chosen_state.items() if key.startswith(PREFIX)}
     if "patch_embed.weight" not in state:
         raise UserError(f"{path} holds no `{PREFIX}*` weights of a video transformer; give another checkpoint")
@@ -68,7 +68,7 @@ def load_causal(
         where = ".".join(str(part) for part in first["loc"])
         raise UserError(f"{path} records a configuration that cannot be read ({where}: {first['msg']})") from error
     text_embed = state.get("text_embed.weight")
-    text = None if text_embed is None else text_encoder(config)
+    text = None if text_embed is None else configured_encoder(config.data.text)
     blank: Tensor | None = online.get(BLANK)
     if blank is None and text is not None and config.program.text_dropout > 0:
         blank = text.blank()
@@ -92,11 +92,3 @@ def load_causal(
         step=int(about.get("step", 0)),
         starting_share=starting_share(about["ema"]) if chosen == "ema" and about.get("ema") else 0.0,
     )
-
-
-def text_encoder(config: CausalConfig) -> TextEncoder:
-    """What turned texts into conditioning tokens in training. Raises UserError for an index that does not fit."""
-    text = config.data.text
-    if text.index is None:
-        return HashingTextEncoder(width=text.width, token_limit=text.token_limit)
-    return PrecomputedText(Path(text.index).expanduser(), encoder=text.encoder, token_limit=text.token_limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import pickle
+import shlex
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from marey.core.errors import UserError
 from marey.core.files import read_seal, seal_holds
 from marey.evaluation.run_folder import read_receipt
 
+SHARDED_MARKER = "complete.json"
+"""Ends the folder that a sharded run writes as its checkpoint."""
 _ZIP_MAGIC = b"PK\x03\x04"
 _OLD_TORCH_MAGIC = b"\x80\x02\x8a\nl\xfc\x9c"
 # What reading a file that is not what it should be can raise.
@@ -56,6 +59,11 @@ def read_archive(path: Path) -> Any:
     """
     if not path.exists():
         raise UserError(f"{path} does not exist; give a checkpoint file (a run keeps them in its checkpoint.dirpath)")
+    if (path / SHARDED_MARKER).is_file():
+        raise UserError(
+            f"{path} is the checkpoint of a sharded run, a folder with a file for each rank; make one file of it with "
+            f"`python -m marey.training.consolidate {shlex.quote(str(path))} OUT.ckpt` and give that"
+        )
     if path.is_dir():
         places = ("*.ckpt", "checkpoints/*.ckpt", "*/checkpoints/*.ckpt")
         found = next((files for place in places if (files := sorted(path.glob(place)))), [])

@@ -57,11 +57,17 @@ class LinearFit:
     """scikit-learn's C: the inverse of the L2 penalty."""
     converged: bool
     classes: int
+    basis: NDArray[np.float64] | None = None
+    """``[D, n]`` where D > n: orthonormal columns that hold all training clips. The penalty leaves every direction
+    outside them at 0, so the same fit is found among n numbers instead of D.
+    """
 
     def probabilities(self, x: Floats) -> NDArray[np.float64]:
         """``[m, K]``; a class absent from training has probability 0."""
         result = np.zeros((len(x), self.classes))
-        result[:, self.model.classes_] = self.model.predict_proba((x - self.mean) / self.scale)
+        inside = (x - self.mean) / self.scale
+        inside = inside if self.basis is None else inside @ self.basis
+        result[:, self.model.classes_] = self.model.predict_proba(inside)
         return result
 
 
@@ -70,11 +76,15 @@ def fit_linear(x: Floats, y: NDArray[np.int64], *, classes: int, strength: float
     mean, scale = x.mean(axis=0, dtype=np.float64), x.std(axis=0, dtype=np.float64)
     # A feature that never varies carries nothing; dividing by its rounding noise would invent something.
     scale = np.where(scale > 1e-6 * max(1.0, float(np.abs(mean).max())), scale, np.inf)
+    inside, basis = (x - mean) / scale, None
+    if inside.shape[1] > inside.shape[0]:
+        basis = np.linalg.qr(inside.T)[0]
+        inside = inside @ basis
     model = LogisticRegression(C=strength, max_iter=ITERATIONS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ConvergenceWarning)
         # The solver is a chain of small products: below this size more threads only wait for each other.
-        with threadpool_limits(1 if x.size < SINGLE_THREAD_SIZE else None):
-            model.fit((x - mean) / scale, y)
+        with threadpool_limits(1 if inside.size < SINGLE_THREAD_SIZE else None):
+            model.fit(inside, y)
     converged = not any(issubclass(item.category, ConvergenceWarning) for item in caught)
-    return LinearFit(mean, scale, model, strength, converged, classes)
+    return LinearFit(mean, scale, model, strength, converged, classes, basis)

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 
 from marey.core.errors import UserError
-from marey.evaluation.codec_record import record_codec
 from marey.evaluation.future_films import film_of
 from marey.evaluation.future_page import Future
 from marey.evaluation.rolling import COPY, PREDICTION, STILL, mean
 from marey.evaluation.rollout import roll_out, write_rollouts
 from marey.evaluation.run_folder import read_metrics
+from marey.latents.codec_record import record_codec
 from marey.latents.codecs import build_codec
 from marey.latents.encode import encode
-from marey.latents.manifest import read_manifest
+from marey.latents.manifest import read_manifest, smallest_split
 from marey.pixels.episodes import FrameRequest
 from marey.pixels.open import open_source
 from marey.pixels.shrunk import Shrunk
@@ -60,11 +60,9 @@ def small_latents(store: str, held_out: str | None, folder: Path, *, say: Callab
     if held_out is not None:
         other = _encoded(_shrunk(held_out, HELD_OUT_CLIPS), folder / "heldout", options, say=say)
         return Latents([("data.train", str(manifest)), ("data.val", str(other))], None)
-    rows = read_manifest(manifest)
-    for fraction in HELD_OUT:
-        side = rows.validation_rows(fraction)
-        if side.any() and not side.all():
-            return Latents([("data.train", str(manifest)), ("data.val_fraction", f"{fraction:g}")], None)
+    fraction = smallest_split([read_manifest(manifest)], HELD_OUT)
+    if fraction is not None:
+        return Latents([("data.train", str(manifest)), ("data.val_fraction", f"{fraction:g}")], None)
     return Latents([("data.train", str(manifest)), ("data.val", str(manifest))], str(manifest))
 
 
@@ -98,6 +96,7 @@ def futures(run: Path, checkpoint: Path, latents: Latents, *, seed: int) -> Futu
     return Future(
         films=[film_of(item) for item in rollouts[:SHOWN]],
         errors={name: mean([item.mean(name) for item in rollouts]) for name in (PREDICTION, STILL, COPY)},
+        by_frame={name: _by_frame([item.errors[name] for item in rollouts]) for name in (PREDICTION, STILL)},
         clips=len(rollouts),
         known=split.known,
         predicted=split.horizon,
@@ -107,6 +106,12 @@ def futures(run: Path, checkpoint: Path, latents: Latents, *, seed: int) -> Futu
         padding=_last(metrics.get("padding_share", [])),
         metrics=metrics,
     )
+
+
+def _by_frame(futures: Sequence[Sequence[float]]) -> list[float]:
+    """Mean of each frame over the futures that have it."""
+    longest = max(len(future) for future in futures)
+    return [mean([future[t] for future in futures if t < len(future)]) for t in range(longest)]
 
 
 def _last(values: Sequence[float]) -> float:

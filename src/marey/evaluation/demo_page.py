@@ -66,8 +66,8 @@ def render(story: Story) -> str:
         _curves(story.metrics, story.sigreg_weight),
         _probes(story.probes),
         _neighbours(story.neighbours),
-        _inside(story.inside_html),
         "" if story.future is None else future_section(story.future),
+        _inside(story.inside_html),
         _receipt(story.receipt, story.notes),
         html.section("Do it on your own videos", body_html=html.commands(story.commands)),
     ]

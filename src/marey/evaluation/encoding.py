@@ -10,15 +10,17 @@ from typing import Any
 import torch
 
 from marey.core.errors import UserError
-from marey.evaluation.codec_record import record_codec
 from marey.evaluation.labels import labels_from_csv
 from marey.evaluation.wording import aligned, count
+from marey.latents.codec_record import record_codec
 from marey.latents.codecs import build_codec
 from marey.latents.encode import encode
 from marey.pixels.digits import demo_source
 from marey.pixels.open import open_source
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+SHOWN = 20
+"""Clips that were left out, of which so many are named."""
 VIDEO_RATE, VIDEO_EPISODE_LENGTH = 15.0, 128
 
 
@@ -46,8 +48,10 @@ def encode_store(
 ) -> str:
     """Encode every episode of ``source`` into ``out`` and say what was done; a second call finishes a first one's work.
 
+    A clip that cannot be read or encoded is left out and listed.
+
     texts: a CSV with columns ``path`` and ``text_column``, joined by video file. Raises UserError for a source, codec
-    or folder that cannot be used, and naming the clip for latents that are not finite.
+    or folder that cannot be used, and where nothing could be encoded.
     """
     built = build_codec(codec, options)
     path = str(demo_source(source.removeprefix("demo:"))) if source.startswith("demo:") else source
@@ -57,9 +61,15 @@ def encode_store(
     record_codec(done.manifest.parent, codec, options or {})
     rows = [
         ("clips", f"{done.clips:,}" + (f", {done.reused:,} of them from an earlier call" if done.reused else "")),
-        ("left out", f"{count(len(done.skipped), 'clip')}; {': '.join(done.skipped[0])}" if done.skipped else ""),
+        ("left out", f"{count(len(done.skipped), 'clip')} (skipped.csv lists them)" if done.skipped else ""),
+        *(("", _one_line(clip, reason)) for clip, reason in done.skipped[:SHOWN]),
+        ("", f"and {len(done.skipped) - SHOWN:,} more" if len(done.skipped) > SHOWN else ""),
         ("codec", built.fingerprint),
         ("latents", f"{built.channels} channels, a cell per {built.spatial} x {built.spatial} pixels, {dtype}"),
         ("train", f"marey train --config-name causal_video data.train={done.manifest}"),
     ]
     return "\n".join([f"{done.manifest}: {count(done.clips, 'clip')} from {frames.path}", *aligned(rows, indent=2)])
+
+
+def _one_line(clip: str, reason: str) -> str:
+    return reason if clip in reason else f"{clip}: {reason}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from marey.core.errors import UserError
 from marey.core.files import sync_folder, write_json, write_text
 from marey.evaluation.checkpoint_file import read_checkpoint
 from marey.evaluation.export_card import model_card
-from marey.evaluation.export_program import save_program
+from marey.evaluation.export_program import is_program, save_program
 from marey.evaluation.loading import PREFIX, LoadedEncoder, Weights, load_encoder
 from marey.evaluation.release.encoder_marey import VideoEncoder, preprocess
 from marey.models.vit import EPS, MLP_RATIO
@@ -245,7 +246,10 @@ def _write_folder(
 def _save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     path.touch()  # a new file gets the permissions that this person gives; the library would make it private
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata=metadata)
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:  # how the library says that the disk is full
+        raise OSError(str(error)) from error
     path.chmod(mode)
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -256,6 +260,8 @@ def _check_folder(out: Path, *, overwrite: bool) -> None:
         return
     if not out.is_dir() or out.is_symlink():
         raise UserError(f"{out} is not a folder of its own; name a new folder")
+    if out.resolve() == Path.cwd():
+        raise UserError(f"{out} is the folder that this command runs in, which it would replace; name a new folder")
     names = {path.name for path in out.iterdir()}
     if not names:
         return
@@ -280,13 +286,18 @@ def _check_file(out: Path, *, overwrite: bool) -> None:
         raise UserError(f"{out} must end in .pt2 for --format torch-export")
     if out.is_dir():
         raise UserError(f"{out} is a folder; name a file")
-    if out.exists() and not overwrite:
-        raise UserError(f"{out} exists already; give --overwrite to replace it, or another name")
+    if not out.exists():
+        return
+    if not is_program(out):
+        raise UserError(f"{out} is a file of another kind; give another name")
+    if not overwrite:
+        raise UserError(f"{out} holds an export already; give --overwrite to replace it, or another name")
 
 
 @contextmanager
 def _whole_folder(out: Path) -> Iterator[Path]:
     """A temporary folder beside ``out`` that takes its place at the end, and is removed on any exception."""
+    out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     tag = secrets.token_hex(4)
     temporary, old = (out.with_name(f".{out.name}.{tag}.{what}") for what in ("tmp", "old"))

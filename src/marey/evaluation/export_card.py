@@ -100,8 +100,9 @@ def model_card(loaded: LoadedEncoder, about: dict[str, Any], *, difference: floa
 def _rows(loaded: LoadedEncoder, about: dict[str, Any]) -> list[tuple[str, str]]:
     info, receipt, config = loaded.info, about.get("receipt") or {}, loaded.info.config
     recipe = config.get("recipe") or {}
-    key = "state_dict_ema" if info.weights == "ema" else "state_dict"
-    meaning = (about.get("keys") or {}).get(key) or ""
+    keys = about.get("keys") or {}
+    key = next((name for name in keys if name != "state_dict"), "") if info.weights == "ema" else "state_dict"
+    meaning = keys.get(key) or ""
     digest = weights_hash({f"{PREFIX}{name}": value for name, value in loaded.encoder.state_dict().items()})
     seed, share = config.get("seed"), info.starting_share
     code = dig(receipt, "code", "commit")

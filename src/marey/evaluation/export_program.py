@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ class ClipProgram(nn.Module):
         """See the class."""
         tokens: Tensor = self.encoder((clips.float() / 255.0 - self.mean) / self.std)
         return tokens
+
+
+def is_program(path: Path) -> bool:
+    """Whether ``path`` is a program that ``save_program`` wrote, by the list of what is in it."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith(f"extra/{ABOUT}") for name in archive.namelist())
 
 
 def save_program(out: Path, encoder: VideoEncoder, loaded: LoadedEncoder, *, about: dict[str, Any]) -> None:

@@ -153,7 +153,7 @@ def stream_features(
             values: dict[str, torch.Tensor] = {}
             if len(found.episodes):
                 video = preprocessing.normalize(found.video.to(device))
-                values = {name: _summarise(encoder, video, per) for name, encoder in encoders.items()}
+                values = {name: summarise(encoder, video, per).cpu() for name, encoder in encoders.items()}
             for name, value in values.items():
                 if not bool(value.isfinite().all()):
                     raise UserError(f"the {name} encoder's features are not finite: its training diverged")
@@ -161,18 +161,19 @@ def stream_features(
             progress.advance(len(items))
 
 
-def _summarise(encoder: VisionTransformer, video: torch.Tensor, per: Per) -> torch.Tensor:
+def summarise(encoder: VisionTransformer, video: torch.Tensor, per: Per) -> torch.Tensor:
+    """Normalised clips ``[B, 3, T, H, W]`` -> float32 ``[B, D]`` or ``[B, G, D]``, see ``FeatureBatch``."""
     if per == "clip":
         # The [CLS] of the full forward pass, without the last block's work on the patches.
         patch, tubelet = encoder.patch_size, encoder.tubelet_size
         grid = grid_shape(*video.shape[2:], patch=patch, tubelet=tubelet)
         positions = grid_positions(grid).to(video.device).unsqueeze(0)  # one grid for all clips
         group = TokenGroup(patchify(video, patch=patch, tubelet=tubelet), positions)
-        return encoder.summarise_groups([group])[0].float().cpu()
+        return encoder.summarise_groups([group])[0].float()
     tokens: torch.Tensor = encoder(video)  # [B, 1+N, D]
     positions_in_time = video.shape[2] // encoder.tubelet_size
     patches = tokens[:, 1:].reshape(tokens.shape[0], positions_in_time, -1, tokens.shape[-1])
-    return patches.mean(dim=2).float().cpu()
+    return patches.mean(dim=2).float()
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ class Future:
     films: Sequence[Film]
     errors: Mapping[str, float]
     """mean squared error of the latents over all ``clips``, by what guessed them; the prediction first"""
+    by_frame: Mapping[str, Sequence[float]]
+    """the same of each predicted frame"""
     clips: int
     known: int
     predicted: int
@@ -91,8 +93,23 @@ def future_section(future: Future) -> str:
         caption=f"{future.steps:,} optimizer steps in {duration(future.seconds)}; clips of unequal length are "
         f"packed, so {future.padding:.0%} of what the heavy layers saw was padding.",
     )
+    lines = [
+        Line(name, list(range(1, len(values) + 1)), values, colour=colour)
+        for (name, values), colour in zip(future.by_frame.items(), ("series-1", "series-2", "series-3"), strict=False)
+    ]
+    growth = html.figure(
+        body_html=line_chart(
+            lines,
+            title="Error of each predicted frame",
+            x_label="predicted frame",
+            y_label="mean squared error",
+            from_zero=True,
+        ),
+        caption="Error frame by frame: the further ahead, the harder.",
+    )
     return html.section(
         "What it expects to happen next",
         intro=future_intro(model="A second, causal model", known=future.known, predicted=future.predicted, seen=seen),
-        body_html=future_figures(future.films, future.errors, clips=future.clips) + html.row([chart], kind="charts"),
+        body_html=future_figures(future.films, future.errors, clips=future.clips)
+        + html.row([growth, chart], kind="charts"),
     )

@@ -96,6 +96,7 @@ def gather(
     spare: list[Pictured] = []
     seen: set[str] = set()
     videos, one_video = _videos(source)
+    several = clips.clips_per_episode > 1 or len(set(videos)) < len(videos) or one_video
     with Progress("look", total=len(numbers), unit="clips") as progress:
         for first in range(0, len(numbers), BATCH):
             found = clips.__getitems__(numbers[first : first + BATCH])
@@ -124,7 +125,9 @@ def gather(
     return Gathered(
         summaries={name: torch.cat(parts).numpy() for name, parts in summaries.items()},
         thumbs=thumbs,
-        names=[_name(source, episode, start) for episode, start in zip(episodes, starts, strict=True)],
+        names=[
+            _name(source, episode, start if several else None) for episode, start in zip(episodes, starts, strict=True)
+        ],
         labels=[_label(source, episode) for episode in episodes],
         videos=[videos[episode] for episode in episodes],
         one_video=one_video,
@@ -144,9 +147,10 @@ def _videos(source: EpisodeSource) -> tuple[list[str], bool]:
     return [f"{name}#{episode}" for episode, name in enumerate(names)], True
 
 
-def _name(source: EpisodeSource, episode: int, start: int) -> str:
+def _name(source: EpisodeSource, episode: int, start: int | None) -> str:
+    """The file; and where in its episode, for a clip that is not the only one of its file."""
     name = Path(source.files[episode]).name
-    return name if source.rate is None or start == 0 else f"{name} at {start / source.rate:.1f} s"
+    return name if start is None or source.rate is None else f"{name}, {start / source.rate:.1f} s"
 
 
 def _label(source: EpisodeSource, episode: int) -> str:

@@ -62,11 +62,13 @@ class Imported:
 
     def __str__(self) -> str:
         model, given = self.model, self.preprocessing
+        every = f"one in {given['frame_stride']} of those stored"
+        if given["rate"] is not None:
+            every = f"{given['rate'] / given['frame_stride']:.6g} per second"
         return (
             f"{self.path}: {self.tensors} tensors, {self.parameters:,} parameters, {model.name}, "
             f"model.rope_layout={model.rope_layout}, model.attn_mode={model.attn_mode} (as {self.by}); it expects "
-            f"{given['num_frames']} frames of {given['img_size']} pixels, {given['rate'] / given['frame_stride']:.6g} "
-            "per second"
+            f"{given['num_frames']} frames of {given['img_size']} pixels, {every}"
         )
 
 
@@ -102,7 +104,7 @@ def import_weights(
     _check_size(config.model, found)
     _check_meaning(config.model, stated, path)
     check_names_and_shapes(found, _expected(config.model), model=_words(config.model))
-    preprocessing = _preprocessing(config, rate or stated.rate or PUBLISHED_RATE)
+    preprocessing = _preprocessing(config, stated.rate if rate is None else rate)
     content = _checkpoint(found, config, preprocessing, stated)
     try:
         _save_sealed(content, out)
@@ -124,7 +126,7 @@ def _stated(file: WeightsFile) -> Stated:
     beside = file.path.with_name("config.json")
     said = _said_beside(beside) if beside.is_file() else {}
     by = f"{beside} says" if said else "the published weights were trained"
-    return Stated(by, {**PUBLISHED, **said}, None, None)
+    return Stated(by, {**PUBLISHED, **said}, None, PUBLISHED_RATE)
 
 
 def _said_beside(path: Path) -> dict[str, Any]:
@@ -205,7 +207,7 @@ def _words(model: ModelConfig) -> str:
     return f"{model.name} with patches of {model.tubelet_size} x {patch} x {patch}"
 
 
-def _preprocessing(config: EncoderConfig, rate: float) -> dict[str, Any]:
+def _preprocessing(config: EncoderConfig, rate: float | None) -> dict[str, Any]:
     model = config.model
     return {
         "format": 1,

@@ -36,6 +36,10 @@ def _lines(path: Path, *, show_config: bool) -> list[str]:
             from marey.evaluation.inspect_run import run_lines
 
             return run_lines(path, show_config=show_config)
+        if (path / "complete.json").is_file():
+            from marey.evaluation.inspect_checkpoint import checkpoint_lines
+
+            return checkpoint_lines(path, show_config=show_config)
         if (path / "manifest.csv").exists():
             return _manifest_lines(path / "manifest.csv", show_config=show_config)
         return run_part_lines(path) or _folder_lines(path, show_config=show_config)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import yaml
 
+from marey.core.average import average_key
 from marey.core.errors import UserError
 from marey.evaluation.checkpoint_file import read_archive, sealed, starting_share, weights_hash
 from marey.evaluation.describing import (
@@ -79,13 +80,14 @@ def _weights(content: dict[str, Any], about: dict[str, Any]) -> list[tuple[str, 
     own = video_registry if about.get("kind") == "causal" else registry
     meanings = {**own.summary_keys, **(about.get("keys") or {})}
     rows = []
-    for key in ("state_dict", "state_dict_ema"):
+    average = average_key(content)
+    for key in ("state_dict", average or "state_dict_ema"):
         state = content.get(key)
         if not isinstance(state, dict) or not state:
-            rows.append((key, "absent (ema.enabled=false)" if key.endswith("ema") else "absent"))
+            rows.append((key, "absent" if key == "state_dict" else "absent (ema.enabled=false)"))
             continue
         text = f"{state_words(state)}, SHA-256 {weights_hash(state)[:HASH_DIGITS]}: {meanings[key]}"
-        if key == "state_dict_ema" and about.get("ema"):
+        if key == average and about.get("ema"):
             ema = about["ema"]
             text += f"; {count(ema['updates'], 'update')}, {starting_share(ema):.1%} still where it started"
         rows.append((key, text))

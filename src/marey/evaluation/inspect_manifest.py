@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from marey.core.errors import UserError
-from marey.evaluation.codec_record import recorded_codec
 from marey.evaluation.wording import aligned, count, short
+from marey.latents.codec_record import recorded_codec
 from marey.latents.columns import REQUIRED
 from marey.latents.manifest import Manifest, read_manifest
 

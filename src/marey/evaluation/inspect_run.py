@@ -11,6 +11,7 @@ import yaml
 from marey.core.errors import UserError
 from marey.evaluation.describing import batch_words, data_words, experiment, program_words
 from marey.evaluation.run_folder import read_receipt
+from marey.evaluation.run_state import state_words
 from marey.evaluation.wording import aligned, count, dig, short
 
 
@@ -29,7 +30,7 @@ def run_lines(path: Path, *, show_config: bool) -> list[str]:
 def _described(path: Path, receipt: dict[str, Any], *, show_config: bool) -> list[str]:
     folder = path if path.is_dir() else path.parent
     config = receipt.get("config") or {}
-    status = str(receipt.get("how_it_ended") or receipt.get("status"))
+    status = str(receipt.get("how_it_ended") or state_words(receipt, folder))
     rows = [
         ("experiment", experiment(config)),
         ("status", status),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,22 +17,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from marey.config.causal import CausalConfig, LatentSourceConfig
+from marey.config.causal import DEMO, CausalConfig, LatentSourceConfig
 from marey.core.errors import UserError, nearest
 from marey.core.keys import rng
 from marey.core.mixing import text_keys
-from marey.evaluation.codec_record import recorded_codec
+from marey.latents.codec_record import recorded_codec
 from marey.latents.codecs import Codec, build_codec, latent_frames
 from marey.latents.encode import encode_episode
-from marey.latents.manifest import Manifest, read_manifest
+from marey.latents.manifest import MANIFESTS, Manifest, read_manifest, recording_of
 from marey.latents.requests import Layout
 from marey.latents.sidecar import Expected, read_frames, sidecar_metadata
+from marey.latents.text import label_text
 from marey.pixels.digits import demo_source
 from marey.pixels.episodes import EpisodeSource
 from marey.pixels.open import open_source
-
-MANIFESTS = (".csv", ".parquet", ".pq")
-DEMO = "demo:"
 
 
 class Split(NamedTuple):
@@ -144,11 +142,7 @@ class _StoreReader(_Reader):
 
 def _label(store: EpisodeSource, episode: int) -> str | None:
     """The text that training conditions a clip of a store on: its label, by name where the store has names."""
-    if store.labels is None or store.labels[episode] < 0:
-        return None
-    names: Sequence[str] | None = getattr(store, "label_names", None)
-    label = int(store.labels[episode])
-    return names[label] if names else str(label)
+    return None if store.labels is None else label_text(int(store.labels[episode]), getattr(store, "label_names", None))
 
 
 def _codec_of(manifest: Path, sidecar: str, config: CausalConfig, chosen: CodecChoice | None) -> Codec | None:
@@ -177,10 +171,14 @@ def open_candidates(
         val, fraction = config.data.sources or config.data.train, config.data.val_fraction
     assert val is not None  # the configuration demands one description of the data
     entries = [LatentSourceConfig(name=config.data.name, manifest=val)] if isinstance(val, str) else val
-    return [
+    found = [
         _candidates(config, entry, fraction=fraction, named=data is not None, lead=lead, chosen=chosen)
         for entry in entries
     ]
+    if fraction is not None and all(len(candidates.rows) == len(candidates.ids) for candidates in found):
+        # A split that leaves nothing to train on is not made: such a run, without validation, trained on every clip.
+        return [replace(candidates, rows=candidates.rows[:0]) for candidates in found]
+    return found
 
 
 def _candidates(
@@ -245,7 +243,12 @@ def open_frames(path: str, config: CausalConfig) -> EpisodeSource:
 def _held_out_episodes(store: EpisodeSource, fraction: float) -> NDArray[np.bool_]:
     """The split of the manifest that encoding ``store`` gives: by the video file, so that no file is on both sides."""
     nothing = np.zeros(len(store.files), dtype=np.int64)
-    keys = pa.table({"clip_id": [str(i) for i in range(len(store.files))], "physical_key": list(store.files)})
+    keys = pa.table(
+        {
+            "clip_id": [str(i) for i in range(len(store.files))],
+            "physical_key": [recording_of(file) for file in store.files],
+        }
+    )
     manifest = Manifest(
         path=Path(store.path),
         table=keys,

@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from marey.config.schema import ModelConfig
+from marey.core.average import average_key
 from marey.core.errors import UserError
 from marey.evaluation.checkpoint_file import read_checkpoint, starting_share
 from marey.evaluation.preprocessing import Preprocessing
@@ -78,10 +79,16 @@ def resolve_device(name: str) -> torch.device:
 
 def choose_weights(content: dict[str, Any], path: Path, asked: Weights | None) -> Weights:
     """``asked``, or the EMA weights where there are some. UserError for EMA asked for but absent."""
-    has_ema = bool(content.get("state_dict_ema"))
+    has_ema = average_key(content) is not None
     if asked == "ema" and not has_ema:
         raise UserError(f"{path} holds no EMA weights (the run had ema.enabled=false); use --weights online")
     return asked if asked is not None else ("ema" if has_ema else "online")
+
+
+def weights_of(content: dict[str, Any], chosen: Weights) -> dict[str, Any]:
+    """The state dictionary of the weights that ``choose_weights`` chose."""
+    state: dict[str, Any] = content[(average_key(content) if chosen == "ema" else None) or "state_dict"]
+    return state
 
 
 def load_encoder(
@@ -97,7 +104,7 @@ def load_encoder(
     content = read_checkpoint(path)
     about = content["marey"]
     chosen = choose_weights(content, path, weights)
-    raw = content["state_dict_ema" if chosen == "ema" else "state_dict"]
+    raw = weights_of(content, chosen)
     state = {key.removeprefix(PREFIX): value for key, value in raw.items() if key.startswith(PREFIX)}
     if not state:
         raise UserError(f"{path} holds no `{PREFIX}*` weights; give a checkpoint of an encoder run")

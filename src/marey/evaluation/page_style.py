@@ -68,6 +68,7 @@ border-bottom:1px solid var(--rule)}
 .neighbours .found{display:grid;gap:12px}
 .neighbours .line{display:grid;grid-template-columns:repeat(5,1fr);gap:8px}
 .neighbours figcaption{font-size:13px;margin-top:3px;overflow-wrap:anywhere}
+.line figcaption{display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:2;overflow:hidden}
 .same img,.same .moving{outline:3px solid var(--series-1);outline-offset:-3px}
 .same figcaption{color:var(--series-1);font-weight:600}
 .who{font-size:13.5px;color:var(--muted);margin:0}

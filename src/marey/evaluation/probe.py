@@ -1,19 +1,21 @@
-"""``marey probe``: what a frozen encoder knows, beside the same encoder with random weights and chance."""
+"""``marey probe``: what a frozen encoder knows, beside the same encoder with random weights, raw pixels and chance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from marey.core.errors import UserError
+from marey.evaluation import attentive_fit
+from marey.evaluation.feature_cache import LIMIT_BYTES, FeatureCache
 from marey.evaluation.features import (
     ClipFeatures,
     capped_remark,
-    clip_features,
     evaluation_clips,
     open_clips,
     rate_remark,
@@ -21,16 +23,23 @@ from marey.evaluation.features import (
     short_remark,
     video_names,
 )
+from marey.evaluation.featurizers import Featurizer, FrozenEncoder, RawPixels
+from marey.evaluation.frozen import FrozenFeatures, frozen_features
 from marey.evaluation.labels import LabelSet, check_classes, labels_from_csv, labels_of_source
-from marey.evaluation.loading import CheckpointInfo, Weights, load_encoder, random_twin, resolve_device
-from marey.evaluation.measure import ProbeResult, Side, measure
-from marey.evaluation.split import held_out
-from marey.pixels.episodes import EpisodeSource
+from marey.evaluation.loading import CheckpointInfo, LoadedEncoder, Weights, load_encoder, random_twin, resolve_device
+from marey.evaluation.measure import DRAWS, ProbeResult, Side, measure
+from marey.evaluation.preprocessing import Preprocessing
+from marey.evaluation.probe_text import result_lines
+from marey.evaluation.spatial import SpatialViews
+from marey.evaluation.split import VALIDATION_SHARE, held_out
+from marey.pixels.episodes import EpisodeSource, FrameRequest
+from marey.pixels.evalclips import EvalClips
+from marey.pixels.reading import Refusal, read_clips
 
 HELD_OUT_SHARE = 0.2
 MIN_VIDEOS = 10
 MIN_PER_CLASS = 3
-PRETRAINED, RANDOM = "pretrained", "random weights"
+PRETRAINED, RANDOM, PIXELS = "pretrained", "random weights", "raw pixels"
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,8 @@ class ProbeReport:
     data: str
     test: str | None
     seed: int
+    clips_per_video: int
+    views: int
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -52,6 +63,14 @@ class ProbeReport:
             "data": self.data,
             "test": self.test,
             "seed": self.seed,
+            "protocol": {
+                "clips_per_video": self.clips_per_video,
+                "views": self.views,
+                "held_out_share": None if self.test else HELD_OUT_SHARE,
+                "validation_share": VALIDATION_SHARE,
+                "draws_of_few_labels": DRAWS,
+                "attentive": attentive_fit.protocol(),
+            },
             **self.result.as_dict(),
         }
 
@@ -60,34 +79,6 @@ class ProbeReport:
         head = f"{self.info.path} ({self.info.weights} weights, step {self.info.step:,})"
         split = self.test or "split by source video"
         return "\n".join([head, *result_lines(self.result, split=split)])
-
-
-def result_lines(result: ProbeResult, *, split: str) -> list[str]:
-    """A probe as an aligned table and one sentence of what it comes to."""
-    lines = [
-        f"{result.label}: {len(result.classes)} classes, {result.train_videos} videos to learn from "
-        f"({result.train_clips} clips), {result.test_videos} held out ({split}); accuracy per video, "
-        "95% interval",
-        f"  {'':<16}{'kNN':<26}{'linear':<26}",
-    ]
-    for name, scores in result.encoders.items():
-        cells = "".join(f"{_cell(score):<26}" for score in (scores.knn, scores.linear))
-        lines.append(f"  {name:<16}{cells}".rstrip())
-    lines.append(f"  {'majority class':<16}{_cell(result.chance)}")
-    gain = result.gains.get("linear")
-    if gain is not None:
-        lines.append(
-            f"  linear, pretrained minus random: {100 * gain.value:+.1f} points "
-            f"[{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"
-        )
-    unfinished = [name for name, scores in result.encoders.items() if not scores.linear_converged]
-    if unfinished:
-        lines.append(f"  note: the linear probe of {' and '.join(unfinished)} stopped before it converged")
-    return lines
-
-
-def _cell(score: Any) -> str:
-    return f"{score.accuracy:6.1%} [{score.low:.1%}, {score.high:.1%}]"
 
 
 def probe(
@@ -100,15 +91,22 @@ def probe(
     seed: int = 0,
     weights: Weights | None = None,
     clips_per_video: int = 1,
+    views: int = 1,
+    attentive: bool = True,
+    per_class: Sequence[int] = (),
+    cached: bool = True,
     batch_size: int = 16,
     device: str = "auto",
     say: Callable[[str], None] = print,
 ) -> ProbeReport:
-    """Measure kNN and linear accuracy on held-out videos.
+    """Measure kNN, linear and attentive probe on held-out videos, beside random weights and raw pixels.
 
     data: where to learn from; a fifth of its videos, by a keyed hash of their names, is held out unless
     ``test`` names other data. labels: a CSV joined by its ``path`` column, whose ``label_column`` is probed;
-    None takes the source's own labels. seed: the split; the random weights are those of the run's own seed.
+    None takes the source's own labels. seed: the split and the probes; the random weights are those of the run's own
+    seed. views: square views along the longer side of each clip. attentive: False leaves that probe out, and with it
+    the patch tokens, which take most of the room. per_class: also learn from so many labelled videos of each class.
+    cached: keep features under ``MAREY_CACHE`` and take them from there.
     Raises UserError where a probe would mean nothing: no labels, one class, fewer than ten videos, a class
     with fewer than three, a video on both sides, a class in ``test`` that was never learnt.
     """
@@ -138,17 +136,22 @@ def probe(
         remarks += [rate_remark(chosen.source, loaded.preprocessing), short_remark(chosen), capped_remark(chosen)]
     for remark in filter(None, remarks):
         say(f"note: {remark}")
-    encoders = {PRETRAINED: loaded.encoder, RANDOM: random_twin(loaded, device=where)}
+    cache = FeatureCache() if cached else None
+    featurizers = _featurizers(loaded, where)
     sides = []
     for chosen, found in zip(clips, sets, strict=True):
-        features = clip_features(
-            encoders,
+        features = frozen_features(
+            featurizers,
             loaded.preprocessing,
-            chosen,
+            _with_views(chosen, loaded.preprocessing, views, say=say),
+            tokens=attentive,
+            cache=cache,
             batch_size=batch_size,
             device=where,
             label=f"features of {chosen.source.name}",
         )
+        if features.reused:
+            say(f"note: features of {', '.join(features.reused)} on {chosen.source.name} come from the cache")
         lost = refusal_remark(features.refused)
         if lost:
             say(f"note: {lost}")
@@ -157,11 +160,36 @@ def probe(
             _check_read(sides[0], learnt, where=chosen.source.path)
         elif not sides[1].labels:
             raise UserError(f"no labelled video of {chosen.source.path} could be read; repair the files or name others")
+    if cache is not None:
+        say(
+            f"note: cached features take {cache.bytes() / 1e9:.2f} GB under {cache.folder} "
+            f"(above {LIMIT_BYTES / 1e9:.0f} GB the least recently used go)"
+        )
     train, held = sides if len(sides) == 2 else split_side(sides[0], seed=seed)
-    return ProbeReport(measure(train, held, label=sets[0].name, seed=seed), loaded.info, data, test, seed)
+    result = measure(train, held, label=sets[0].name, seed=seed, per_class=per_class, device=where)
+    return ProbeReport(result, loaded.info, data, test, seed, clips_per_video, views)
 
 
-def side_of(features: ClipFeatures, source: EpisodeSource, labels: LabelSet) -> Side:
+def _featurizers(loaded: LoadedEncoder, device: torch.device) -> dict[str, Featurizer]:
+    return {
+        PRETRAINED: FrozenEncoder.of(loaded.encoder, loaded.model),
+        RANDOM: FrozenEncoder.of(random_twin(loaded, device=device), loaded.model),
+        PIXELS: RawPixels(loaded.preprocessing.patch_size, loaded.preprocessing.tubelet_size),
+    }
+
+
+def _with_views(clips: EvalClips, preprocessing: Preprocessing, views: int, *, say: Callable[[str], None]) -> EvalClips:
+    """The same clips, each ``views`` times."""
+    if views == 1:
+        return clips
+    (frames,) = read_clips(clips.source, [FrameRequest(int(clips.index.episodes[0]), np.zeros(1, dtype=np.int64))])
+    if not isinstance(frames, Refusal) and frames.shape[-1] == frames.shape[-2]:
+        say(f"note: frames of {clips.source.name} are square, so {views} views are one picture: --views 1 is enough")
+    spread = SpatialViews(clips.source, views)
+    return evaluation_clips(spread, preprocessing, clips_per_episode=clips.clips_per_episode)
+
+
+def side_of(features: ClipFeatures | FrozenFeatures, source: EpisodeSource, labels: LabelSet) -> Side:
     """The labelled clips of a source."""
     names = video_names(source)
     kept = np.array([labels.values[episode] is not None for episode in features.episodes], dtype=np.bool_)
@@ -169,6 +197,7 @@ def side_of(features: ClipFeatures, source: EpisodeSource, labels: LabelSet) -> 
         features.values,
         [names[episode] for episode in features.episodes],
         [labels.values[episode] or "" for episode in features.episodes],
+        features.tokens if isinstance(features, FrozenFeatures) else {},
     )
     return side.take(kept)
 

@@ -1,4 +1,4 @@
-"""Parts of a run's page that need no torch: what it was, how far it came, its data, probes, sittings and receipt."""
+"""Parts of a run's page that need no torch: what it was, how far it came, its data, its probes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def lede(receipt: Mapping[str, Any], folder: Path, columns: Columns | None) -> s
     seen = f", trained on {count(clips, 'sample' if causal else 'clip')}{sources}" if clips else ""
     seconds = last_finite(columns["wall_seconds"]) if columns and "wall_seconds" in columns else math.nan
     took = f" in {duration(seconds)}" if math.isfinite(seconds) and seen else ""
-    return f"{what}{seen}{took}. {state_words(receipt, folder)}."
+    ended = "" if state(receipt, folder) == "finished" else f" {state_words(receipt, folder)}."
+    return f"{what}{seen}{took}.{ended}"
 
 
 def at_a_glance(receipt: Mapping[str, Any], columns: Columns | None) -> str:
@@ -79,7 +80,10 @@ def _measured(receipt: Mapping[str, Any], columns: Columns) -> list[tuple[str, s
         rank = last_finite(columns["train/embedding_rank"])
         items.append(("effective rank", f"{rank:.3g}", f"of {width:,} dimensions" if width else ""))
     elif "padding_share" in columns:
-        items.append(("padding", f"{last_finite(columns['padding_share']):.1%}", "of what the heavy layers saw"))
+        shares = columns["padding_share"]
+        shares = shares[shares == shares]
+        if len(shares):
+            items.append(("padding", f"{float(shares.mean()):.1%}", "of what the heavy layers saw, mean of the rows"))
     rate = next((name for name in ("clips_per_second", "samples_per_second") if name in columns), None)
     if rate is not None:
         lately = columns[rate][-20:]

@@ -35,7 +35,7 @@ def sittings_section(receipt: Mapping[str, Any]) -> str:
             escape(str(item.get("number"))),
             escape(moment(item.get("started"))),
             f"{figure(whole(item.get('from_step')))} to {figure(whole(item.get('to_step'))) or '?'}",
-            escape(str(item.get("how_it_ended") or item.get("status"))),
+            escape(str(item.get("how_it_ended") or item.get("status")).split(";")[0]),
         ]
         for item in attempts[-NOT_SHOWN:]
     ]

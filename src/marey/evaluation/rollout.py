@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import save
 
 from marey.core.errors import UserError
-from marey.core.files import atomic_write, write_json
+from marey.core.files import atomic_write, refuse_unwritable_folder, write_json
 from marey.core.progress import Progress
 from marey.evaluation.causal_loading import LoadedCausal, load_causal
 from marey.evaluation.films import DEFAULT_FPS, side_by_side, write_gif, write_mp4
@@ -59,10 +59,16 @@ def roll_out(
 def write_rollouts(out: Path, loaded: LoadedCausal, rollouts: Sequence[Rollout]) -> list[Path]:
     """Pictures, latents and errors into the folder ``out``; returns the files, pictures first.
 
-    Raises UserError where ``out`` cannot be a folder.
+    Raises UserError where ``out`` cannot be a folder, or not be written to.
     """
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; name a folder")
+    try:
+        return _write_rollouts(out, loaded, rollouts)
+    except OSError as error:
+        refuse_unwritable_folder(out, option="--out")
+        raise UserError(f"--out {out} cannot be written ({error.strerror or error}); give another place") from error
+
+
+def _write_rollouts(out: Path, loaded: LoadedCausal, rollouts: Sequence[Rollout]) -> list[Path]:
     written = []
     for number, item in enumerate(rollouts, start=1):
         stem = "rollout" if len(rollouts) == 1 else f"rollout-{number:03d}"
@@ -103,9 +109,13 @@ def frames_per_second(item: Rollout) -> float:
     return fps * (codec.temporal if codec is not None and item.pixel_errors is not None else 1)
 
 
-def rollout_text(loaded: LoadedCausal, rollouts: Sequence[Rollout], files: Sequence[Path]) -> str:
-    """What came out, in about ten lines."""
+def rollout_text(
+    loaded: LoadedCausal, rollouts: Sequence[Rollout], files: Sequence[Path], *, asked: int | None = None
+) -> str:
+    """What came out, in about ten lines. ``asked``: how many clips; fewer are said to be fewer."""
     lines = [f"{loaded.path}: step {loaded.step:,}, {loaded.weights} weights", *summary_lines(rollouts)]
+    if asked is not None and len(rollouts) < asked:
+        lines.append(f"  note      {len(rollouts)} of {asked} clips asked for: no more are long enough and held out")
     if loaded.starting_share > 0.01:
         lines.append(f"  note      {loaded.starting_share:.0%} of the EMA weights are still where the copy started")
     return "\n".join([*lines, f"  files     {files[0].parent}: {', '.join(file.name for file in files[:6])}"])

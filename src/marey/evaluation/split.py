@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 from marey.core.keys import derive
 
+VALIDATION_SHARE = 0.2
+"""Of the training videos: held out once more, to choose a probe's settings by."""
+
 
 def relative_names(files: Sequence[str]) -> list[str]:
     """Each file's path below the deepest folder they share, so that a moved folder keeps its split."""
@@ -46,6 +49,23 @@ def held_out(
         members.sort(key=lambda name: (derive(seed, purpose, _hash(name)), name))
         chosen.update(members[: min(len(members) - 1, max(1, round(share * len(members))))])
     return np.array([name in chosen for name in names], dtype=np.bool_)
+
+
+def few_per_class(
+    files: Sequence[str], labels: Sequence[str], *, per_class: int, seed: int, draw: int
+) -> NDArray[np.bool_]:
+    """bool ``[rows]``: True where the row's file is among the ``per_class`` drawn of its label (all of fewer).
+
+    Files of a label are ordered by a keyed hash of (seed, draw, name) and the first are taken, so that a draw of one
+    is part of the same draw of ten.
+    """
+    names = relative_names(files)
+    chosen: set[tuple[str, str]] = set()
+    for label in sorted(set(labels)):
+        members = {name for name, own in zip(names, labels, strict=True) if own == label}
+        order = sorted(members, key=lambda name: (derive(seed, "probe-few-labels", draw, _hash(name)), name))
+        chosen.update((name, label) for name in order[:per_class])
+    return np.array([pair in chosen for pair in zip(names, labels, strict=True)], dtype=np.bool_)
 
 
 def _hash(name: str) -> int:

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from marey.core.errors import UserError
 from marey.core.latents import Identity, LatentSample
+from marey.core.now import reading
 from marey.latents.adapter import LatentAdapter
 from marey.latents.requests import WindowRequest
 
@@ -43,14 +44,14 @@ class LatentDataset(Dataset[LatentSample]):
     def read(self, request: WindowRequest) -> tuple[LatentSample, Replacement | None]:
         """One sample, and what it replaces. Raises UserError when neither the clip nor an alternate is readable."""
         try:
-            return self._adapter.load(request), None
+            return self._load(request), None
         except UserError as error:
             if not request.alternates:
                 raise
             reason = str(error)
         for other in request.alternates:
             try:
-                sample = self._adapter.load(other)
+                sample = self._load(other)
             except UserError:
                 continue
             return sample, Replacement(request.identity, reason, other.identity)
@@ -58,3 +59,7 @@ class LatentDataset(Dataset[LatentSample]):
             f"source {request.source}: neither clip {request.clip.clip_id} nor {len(request.alternates)} others of "
             f"its shape could be read ({reason})"
         )
+
+    def _load(self, request: WindowRequest) -> LatentSample:
+        with reading(str(request.clip.path)):
+            return self._adapter.load(request)

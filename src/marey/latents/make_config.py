@@ -10,7 +10,7 @@ import yaml
 
 from marey.core.errors import UserError
 from marey.core.files import write_text
-from marey.latents.manifest import Manifest, hold_out, read_manifest
+from marey.latents.manifest import Manifest, hold_out, read_manifest, smallest_split
 from marey.latents.sidecar import read_shape
 
 Weighing = Literal["balanced", "hours", "size"]
@@ -109,12 +109,11 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _held_out(manifests: Sequence[Manifest]) -> float:
-    for fraction in HELD_OUT[:-1]:
-        rows = [row for manifest in manifests for row in manifest.validation_rows(fraction)]
-        if any(rows) and not all(rows):
-            return fraction
-    hold_out(manifests, HELD_OUT[-1])
-    return HELD_OUT[-1]
+    found = smallest_split(manifests, HELD_OUT)
+    if found is None:
+        hold_out(manifests, HELD_OUT[-1])  # says which side is empty
+    assert found is not None
+    return found
 
 
 def _channels(manifests: Sequence[Manifest]) -> int:

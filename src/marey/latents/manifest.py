@@ -32,10 +32,21 @@ from marey.latents.columns import (
     whole_numbers,
 )
 
+MANIFESTS = (".csv", ".parquet", ".pq")
+"""How a manifest's name ends."""
 SUFFIXES = (".pt", ".safetensors", ".npy")
 _TEXTS = ("clip_id", "path", "physical_key", "text", "sha256", "augmentation")
 _COUNTS = {"length_frames": 2, "height": 1, "width": 1, "start": 0}
 SPLIT_SALT = "marey split 1"
+
+
+def recording_of(file: str) -> str:
+    """The ``physical_key`` of what was cut from ``file``: its name and its folder's.
+
+    No more of the path, so that the split stays as it is where a whole collection moves. Two recordings that share
+    both names share a side, which divides none of them.
+    """
+    return "/".join(Path(file).parts[-2:])
 
 
 class Clip(NamedTuple):
@@ -190,6 +201,15 @@ def hold_out(manifests: Sequence[Manifest], fraction: float) -> list[NDArray[np.
                 "data.val_fraction."
             )
     return sides
+
+
+def smallest_split(manifests: Sequence[Manifest], fractions: Sequence[float]) -> float | None:
+    """The first of ``fractions`` that leaves neither side of all ``manifests`` empty; None where each does."""
+    for fraction in fractions:
+        rows = np.concatenate([manifest.validation_rows(fraction) for manifest in manifests])
+        if rows.any() and not rows.all():
+            return fraction
+    return None
 
 
 def _check_unique(manifest: Manifest) -> None:

@@ -65,9 +65,10 @@ def read_frames(
     file = Path(path)
     where = f"clip {clip} ({file})"
     if not file.is_file():
-        raise UserError(f"{where}: the file does not exist; restore it or take its row out of the manifest.")
-    if digest is not None and sha256(file) != digest:
-        raise UserError(f"{where}: its SHA-256 is not the manifest's; the file was changed, encode it again.")
+        raise _absent(where)
+    with _reading(file, where):
+        if digest is not None and sha256(file) != digest:
+            raise UserError(f"{where}: its SHA-256 is not the manifest's; the file was changed, encode it again.")
     opened = _open(file, where)
     axis = _time_axis(opened, layout, expected, where)
     with _reading(file, where):
@@ -89,7 +90,7 @@ def read_shape(path: Path | str, *, clip: str, layout: Layout | None = None) -> 
     file = Path(path)
     where = f"clip {clip} ({file})"
     if not file.is_file():
-        raise UserError(f"{where}: the file does not exist; restore it or take its row out of the manifest.")
+        raise _absent(where)
     opened = _open(file, where)
     _check_rank(opened.shape, where)
     if _declared(opened, layout, where) == "THWC":
@@ -163,6 +164,10 @@ def _time_axis(opened: _Opened, layout: Layout | None, expected: Expected, where
     return axis
 
 
+def _absent(where: str) -> UserError:
+    return UserError(f"{where}: the file does not exist; restore it or take its row out of the manifest.")
+
+
 @contextlib.contextmanager
 def _reading(file: Path, where: str) -> Iterator[None]:
     """A damaged file's exceptions as one refusal."""
@@ -175,6 +180,8 @@ def _reading(file: Path, where: str) -> Iterator[None]:
             f"{where}: it is damaged, or holds objects whose loading could run code, so it was not opened; store a "
             "plain tensor with torch.save, or use safetensors."
         ) from None
+    except FileNotFoundError:  # it went away after it was looked for
+        raise _absent(where) from None
     except Exception as error:  # three foreign parsers on bytes that may be anything: no list of theirs is complete
         told = isinstance(error, _SAYS_WHY) and str(error)
         reason = str(error).splitlines()[0] if told else f"damaged, {type(error).__name__}"

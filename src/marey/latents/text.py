@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import safetensors
 import torch
 from safetensors.torch import save
 
+from marey.config.causal import TextConfig
 from marey.core.errors import UserError
 from marey.core.files import atomic_write
 from marey.core.keys import rng
@@ -188,3 +189,17 @@ class PrecomputedText:
     def blank(self) -> torch.Tensor:
         """float32 ``[L, width]``. Raises UserError when the index holds no embedding of the empty text."""
         return self.encode(BLANK, clip="text dropout")
+
+
+def configured_encoder(text: TextConfig) -> HashingTextEncoder | PrecomputedText:
+    """What turns texts into conditioning tokens. Raises UserError for an index that does not fit."""
+    if text.index is None:
+        return HashingTextEncoder(width=text.width, token_limit=text.token_limit)
+    return PrecomputedText(Path(text.index).expanduser(), encoder=text.encoder, token_limit=text.token_limit)
+
+
+def label_text(label: int, names: Sequence[str] | None) -> str | None:
+    """The text that a clip of a store is conditioned on: its label, by name where there are names; None below 0."""
+    if label < 0:
+        return None
+    return names[label] if names else str(label)

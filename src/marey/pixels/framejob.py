@@ -8,23 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from marey.pixels.reader import VideoReader
+from marey.pixels.footage import FrameReader
 
-_open: dict[int, VideoReader] = {}
+_open: dict[int, FrameReader] = {}
 
 
 def read_frames(payload: dict[str, Any], tick: Callable[[int, float], None]) -> tuple[int, int]:
     """Write the frames of one file at ``payload["steps"]`` (ascending, distinct) into shared memory.
 
-    ``payload``: ``file`` is the number the file goes by, ``opens`` its ``(path, FileIndex)`` where it is new,
+    ``payload``: ``file`` is the number the file goes by, ``opens`` its name, footage and index where it is new,
     ``closes`` the numbers of files that are no longer wanted, ``memory`` the file descriptor that receives uint8
     ``[steps, H, W, 3]`` and is large enough. Returns (H, W), upright. Raises ``UserError`` naming the file.
     """
     for number in payload["closes"]:
         _open.pop(number).close()
     if payload["opens"] is not None:
-        path, index = payload["opens"]
-        _open[payload["file"]] = VideoReader(path, index, tick=lambda: tick(0, 0.0))
+        _, footage, index = payload["opens"]
+        _open[payload["file"]] = footage.reader(index, tick=lambda: tick(0, 0.0))
     pictures = _open[payload["file"]].fetch(payload["steps"])
     first = pictures[payload["steps"][0]]
     with mmap.mmap(payload["memory"], len(pictures) * first.nbytes) as memory:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marey.core.errors import UserError
-from marey.pixels.decode import FileIndex
+from marey.pixels.footage import FileIndex, Footage
 from marey.pixels.pool import Child, Finished, Refused, end_child, hear, late, stalled, start_child
 
 JOB = "marey.pixels.framejob:read_frames"
@@ -40,10 +40,11 @@ class GuardedReader:
         self._stall_s = stall_s
         self._process: _Process | None = None
 
-    def fetch(self, number: int, path: str, index: FileIndex, steps: Sequence[int]) -> NDArray[np.uint8]:
-        """uint8 ``[steps, H, W, 3]``, upright, at grid ``steps`` (ascending, distinct) of file ``number``.
+    def fetch(self, number: int, footage: Footage, index: FileIndex, steps: Sequence[int]) -> NDArray[np.uint8]:
+        """uint8 ``[steps, H, W, 3]``, upright, at grid ``steps`` (ascending, distinct) of video ``number``.
 
-        Raises ``UserError`` naming the file: it can no longer be read, or its decoder hung or died.
+        Raises ``UserError`` naming the file: it can no longer be read, or its decoder hung or died; ``MachineError``
+        where no decoder can be started, which says nothing of the file.
         """
         if self._process is None:
             self._process = _Process()
@@ -53,7 +54,7 @@ class GuardedReader:
         if number in process.files:
             process.files.move_to_end(number)
         else:
-            opens = (path, index)
+            opens = (footage.name, footage, index)
             process.files[number] = None
             if len(process.files) > OPEN_FILES:
                 closes.append(process.files.popitem(last=False)[0])
@@ -65,7 +66,7 @@ class GuardedReader:
             "memory": process.memory.fileno(),
         }
         try:
-            height, width = self._ask(process.child, payload, path)
+            height, width = self._ask(process.child, payload, footage.name)
         except BaseException:
             # Also after an ordinary refusal: an open file that failed once is not asked again.
             self.close()

@@ -17,10 +17,12 @@ from marey.core.errors import UserError
 from marey.core.files import write_json
 from marey.core.progress import Progress
 from marey.pixels.committer import Committer
+from marey.pixels.episodecolumns import TEXTS
+from marey.pixels.footage import Footage
 from marey.pixels.lancefaults import refusing
-from marey.pixels.media import Unreadable, expanded, regular_size
+from marey.pixels.media import Unreadable, expanded
 from marey.pixels.pool import Finished, Progressed, Refused, default_workers, run_tasks
-from marey.pixels.report import NOT_TEXT, IngestReport, make_report, printable, report_from_metadata, report_path
+from marey.pixels.report import IngestReport, fault_of, make_report, report_from_metadata, report_path
 from marey.pixels.sources import Discovery, LabelsMode, VideoFile, discover
 from marey.pixels.storeformat import STORE_FORMAT, partial_path, read_metadata
 from marey.pixels.timeline import MIN_RATE
@@ -131,13 +133,14 @@ def _run(
         "quality": settings.quality,
         "episode_length": settings.episode_length,
         "label_names": found.label_names,
+        TEXTS: any(video.extra.get("text") for video in found.files),
     }
     # Lance stores text: a name that is none is refused before anything is read, the same way on every restart.
     outcomes = work.outcomes() | {
-        source: {"refused": NOT_TEXT} for source, video in enumerate(found.files) if printable(video.path) != video.path
+        source: {"refused": reason} for source, video in enumerate(found.files) if (reason := fault_of(video))
     }
     committer = Committer(work, found.files, episode_length=settings.episode_length, metadata=metadata)
-    sizes = [_size(video.path) / MEGABYTE for video in found.files]
+    sizes = [_size(video.frames()) / MEGABYTE for video in found.files]
     with Progress("ingest", total=round(sum(sizes), 3), unit="MB") as progress:
         meter = _Meter(progress, sizes)
         for source, outcome in outcomes.items():
@@ -192,6 +195,7 @@ def _tasks(
                 source,
                 {
                     "path": video.path,
+                    "footage": video.frames(),
                     "source": source,
                     "folder": str(work.chunks),
                     "chunks_done": there.get(source, 0),
@@ -259,19 +263,22 @@ def _already_there(out: Path, plan: dict[str, Any]) -> IngestReport | None:
 def _fingerprint(files: Sequence[VideoFile]) -> str:
     digest = hashlib.sha256()
     for video in files:
-        try:
-            status = os.stat(video.path)  # noqa: PTH116
-            size, modified = status.st_size, status.st_mtime_ns
-        except OSError:
-            size, modified = -1, -1
-        entry = [video.label, video.extra, size, modified]
+        entry = [video.label, video.extra, *_identity(video)]
         digest.update(os.fsencode(video.path) + json.dumps(entry, sort_keys=True).encode())
     return digest.hexdigest()
 
 
-def _size(path: str) -> float:
+def _identity(video: VideoFile) -> list[Any]:
+    """What changes when the video does; its path is in the fingerprint anyhow."""
     try:
-        return float(regular_size(path))
+        return [video.fault] if video.fault else video.frames().identity()[1:]
+    except Unreadable:
+        return [-1, -1]
+
+
+def _size(footage: Footage) -> float:
+    try:
+        return footage.size()
     except Unreadable:
         return 0.0
 

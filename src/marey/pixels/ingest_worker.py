@@ -1,4 +1,4 @@
-"""One video file to JPEG frames on the grid: a pure function of the file and the settings, mapped over files."""
+"""One video to JPEG frames on the grid: a pure function of the file and the settings, mapped over files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pyarrow as pa
 
 from marey.core.errors import UserError
 from marey.core.files import atomic_write
-from marey.pixels.decode import Counts, Reading, Tick
+from marey.pixels.decode import Reading, Tick
+from marey.pixels.footage import Counts
 from marey.pixels.media import Unreadable
 from marey.pixels.picture import Painter
 
@@ -73,14 +74,14 @@ def chunk_path(folder: Path, source: int, chunk: int) -> Path:
 
 
 def ingest_file(payload: dict[str, Any], tick: Tick) -> dict[str, Any]:
-    """Write the frames of ``payload["path"]`` as chunk files; return its counts.
+    """Write the frames of ``payload["footage"]`` as chunk files; return its counts.
 
     The first ``payload["chunks_done"]`` chunks are there already. Raises ``Unreadable`` for the file's faults and
     ``UserError`` where the output cannot be written.
     """
     settings = FileSettings(**payload["settings"])
     folder, source, chunk = Path(payload["folder"]), payload["source"], payload["chunks_done"]
-    reading = Reading(payload["path"], rate=settings.rate, tick=tick)
+    reading = Reading(payload["footage"], rate=settings.rate, tick=tick)
     frames = stored_frames(
         reading,
         short_edge=settings.short_edge,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from marey.core.errors import UserError
+from marey.pixels.footage import Footage
 from marey.pixels.media import expanded
 
 LIST_SUFFIXES = (".csv", ".txt", ".tsv", ".list")
@@ -18,12 +19,17 @@ _LARGEST_LABEL = 2**63 - 1
 
 
 class Entry(NamedTuple):
-    """A video as a source names it: absolute path, label as written (text or number), and where that was."""
+    """A video as a source names it: absolute path, label as written (text or number), and where that was.
+
+    ``footage`` where it is not simply what stands at the path; ``fault``: why it cannot be read, if that is known.
+    """
 
     path: str
     label: str | int | None = None
     extra: dict[str, str] = {}  # noqa: RUF012 (never changed)
     origin: str = ""
+    footage: Footage | None = None
+    fault: str | None = None
 
 
 class _Row(NamedTuple):

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import av
 import av.container
@@ -67,21 +68,18 @@ def reason_of(error: av.FFmpegError) -> str:
 
 
 @contextmanager
-def open_video(path: str) -> Iterator[tuple[av.container.InputContainer, av.video.stream.VideoStream]]:
-    """Container and video stream of a regular file, set to decode in this thread alone.
+def open_video(source: str | IO[bytes]) -> Iterator[tuple[av.container.InputContainer, av.video.stream.VideoStream]]:
+    """Container and video stream of a regular file, by its path or open, set to decode in this thread alone.
 
     Raises ``Unreadable`` for anything that is no video. The C calls inside cannot be interrupted: who opens
     files from strangers does so in a process that can be killed (``pixels.pool``).
     """
-    regular_size(path)
-    try:
+    if isinstance(source, str):
+        regular_size(source)
         # The scheme keeps a name such as "concat:x.mp4" from being read as an instruction.
-        container = av.open(
-            "file:" + str(Path(path).absolute()),
-            metadata_errors="replace",
-            timeout=IO_TIMEOUT_S,
-            container_options=_OPTIONS,
-        )
+        source = "file:" + str(Path(source).absolute())
+    try:
+        container = av.open(source, "r", metadata_errors="replace", timeout=IO_TIMEOUT_S, container_options=_OPTIONS)
     except av.FFmpegError as error:
         raise Unreadable(reason_of(error)) from None
     with container:

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import marey
-from marey.core.errors import UserError
+from marey.core.errors import MachineError, UserError
 
 START_LIMIT_S = 120.0
+FEWER = "try again with fewer at a time (--workers, or loader.num_workers)"
 ASLEEP = 0.02
 """Share of a core below which a silent child counts as waiting for something, not for its turn on the CPU."""
 MEASURABLE_S = 0.05
@@ -156,17 +157,22 @@ def end_child(child: Child) -> int:
 
 
 def hear(child: Child) -> Event | None:
-    """Take one message. None where it is no event. Raises ``UserError`` for one that the job raised."""
+    """Take one message. None where it is no event.
+
+    Raises ``UserError`` for one that the job raised, ``MachineError`` where the child died before it was ready.
+    """
     try:
         kind, value = child.pipe.recv()
     except (EOFError, OSError):
         code = end_child(child)
         if not child.ready:
-            raise RuntimeError(f"a decoding process could not start (exit code {code})") from None
+            raise MachineError(
+                f"a decoding process ended while it was starting ({_how(code)}); look at what it wrote above, or "
+                f"whether memory ran out, and {FEWER}"
+            ) from None
         if child.task is None:
             return None
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return Refused(child.task, f"the decoder died ({how})", lasting=False)
+        return Refused(child.task, f"the decoder died ({_how(code)})", lasting=False)
     child.heard()
     if kind == "ready":
         child.ready = True
@@ -198,14 +204,18 @@ def stalled(child: Child, stall_s: float) -> Event | None:
 
 
 def late(child: Child) -> Event | None:
-    """``UserError`` where a child that is starting takes too long."""
+    """``MachineError`` where a child that is starting takes too long."""
     if time.monotonic() - child.since > START_LIMIT_S:
         end_child(child)
-        raise UserError(
+        raise MachineError(
             f"a decoding process did not start within {START_LIMIT_S:g} s: the machine is too busy, or its disk too "
-            "slow; try again with fewer --workers"
+            f"slow; {FEWER}"
         )
     return None
+
+
+def _how(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _cpu_seconds(pid: int) -> float:

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marey.core.errors import UserError
-from marey.pixels.decode import FileIndex
-from marey.pixels.media import Unreadable, open_video
+from marey.pixels.container import Container
+from marey.pixels.footage import FileIndex, WholeFile
+from marey.pixels.media import Unreadable
 from marey.pixels.picture import Painter, Size
 
 READ_LIMIT_S = 60.0
@@ -27,8 +28,9 @@ class VideoReader:
     killed. ``tick`` is called once per decoded frame.
     """
 
-    def __init__(self, path: str, index: FileIndex, *, tick: Callable[[], None] | None = None) -> None:
-        self.path, self._index, self._tick = path, index, tick
+    def __init__(self, video: str | Container, index: FileIndex, *, tick: Callable[[], None] | None = None) -> None:
+        self._footage = Container(video, WholeFile(video)) if isinstance(video, str) else video
+        self.path, self._index, self._tick = self._footage.name, index, tick
         self._stack = contextlib.ExitStack()
         self._container: Any = None
         self._stream: Any = None
@@ -115,7 +117,7 @@ class VideoReader:
 
     def _restart(self) -> None:
         self._stack.close()
-        self._container, self._stream = self._stack.enter_context(open_video(self.path))
+        self._container, self._stream = self._stack.enter_context(self._footage.opened())
         self._frames, self._held, self._ordinal = self._decode(), None, -1
 
     def _next(self, deadline: float) -> av.VideoFrame | None:

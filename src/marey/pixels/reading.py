@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from marey.core.errors import UserError
+from marey.core.now import reading
 from marey.pixels.episodes import EpisodeSource, FrameRequest, ReadsEach, SourceGoneError
 
 READ_BYTES = 1 << 27
@@ -61,7 +62,8 @@ def read_clips(source: EpisodeSource, requests: Sequence[FrameRequest]) -> list[
         each = zip(requests, source.read_each(requests), strict=True)
         return [_refusal(source, asked, got) if isinstance(got, UserError) else got for asked, got in each]
     try:
-        return list(source.read(requests))
+        with reading(source.path):
+            return list(source.read(requests))
     except SourceGoneError:
         raise
     except READ_ERRORS as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from marey.core.progress import duration
-from marey.pixels.sources import Discovery
+from marey.pixels.sources import Discovery, VideoFile
 
 NOT_TEXT = "its name is not UTF-8, which a table cannot hold; rename it"
 """Why a file is refused whose path is no text."""
@@ -141,6 +141,11 @@ def report_from_metadata(out: Path, metadata: dict[str, Any]) -> dict[str, Any]:
         "label_names": metadata["label_names"],
         "repeats": totals["repeats"],
     }
+
+
+def fault_of(video: VideoFile) -> str | None:
+    """Why a video is refused before it is tried; None where nothing is known against it."""
+    return NOT_TEXT if printable(video.path) != video.path else video.fault
 
 
 def printable(text: str) -> str:

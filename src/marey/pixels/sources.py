@@ -1,31 +1,41 @@
-"""From what a person names (files, folders, patterns, lists) to video files with labels, in a fixed order."""
+"""From what a person names (files, folders, patterns, lists, datasets) to videos with labels, in a fixed order."""
 
 from __future__ import annotations
 
-import glob
-import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from marey.core.errors import UserError
+from marey.pixels.files import footage_of
+from marey.pixels.folders import absolute, class_of_each, walk
+from marey.pixels.footage import Footage
 from marey.pixels.listfile import LIST_SUFFIXES, Entry, read_list
 from marey.pixels.media import VIDEO_SUFFIXES, expanded
+from marey.pixels.naming import is_there, natural_key, split_part
+from marey.pixels.patterns import braced, matches, numbered_names
+from marey.pixels.sourceformat import Request, SourceFormat, format_of_file, format_of_folder, formats
 
 LabelsMode = Literal["auto", "folders", "none"]
-_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing", "heldout"}
 
 
 @dataclass(frozen=True)
 class VideoFile:
-    """A file to read, by absolute path. ``label`` is an index, None where there is none."""
+    """A video to read. ``label`` is an index, None where there is none."""
 
     path: str
+    """Its absolute path; for one within something larger, that path and what it is called there."""
     label: int | None = None
     extra: dict[str, str] = field(default_factory=dict)
-    """Further columns of the list it came from."""
+    """Further columns of the list or dataset it came from; ``text`` is what it shows, in words."""
+    footage: Footage | None = None
+    fault: str | None = None
+    """Why it cannot be read, where that is known before it is tried."""
+
+    def frames(self) -> Footage:
+        """Where its frames are."""
+        return self.footage or footage_of(self.path)
 
 
 @dataclass(frozen=True)
@@ -39,18 +49,10 @@ class Discovery:
     """One line per source: how it was understood."""
 
 
-def natural_key(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key in which ``clip2`` comes before ``clip10``."""
-    parts = re.split(r"(\d+)", text)
-    return tuple((1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts)
-
-
-def _path_key(path: str) -> tuple[tuple[tuple[tuple[int, int, str], ...], ...], str]:
-    return tuple(natural_key(part) for part in Path(path).parts), path
-
-
 def discover(sources: Sequence[str], *, labels: LabelsMode = "auto") -> Discovery:
-    """Video files of ``sources``, each a file, a folder, a pattern, or a list (``.csv``, ``.txt``, ``.tsv``).
+    """Videos of ``sources``, each a file, a folder, a pattern (``*`` or ``{000..009}``), a list (``.csv``, ``.txt``,
+    ``.tsv``), or a dataset in one of ``sourceformat.formats()``, with ``:part`` behind it where a camera or a column
+    must be chosen.
 
     ``labels="auto"``: a folder whose videos all lie in two or more immediate subfolders, each holding some, is read
     as one class per subfolder (not where the subfolders are named like splits: train, val, test). ``"folders"``
@@ -70,99 +72,98 @@ def discover(sources: Sequence[str], *, labels: LabelsMode = "auto") -> Discover
     _refuse_twice(entries)
     numbers, names = _number_labels(entries)
     files = [
-        VideoFile(path=entry.path, label=number, extra=entry.extra)
+        VideoFile(path=entry.path, label=number, extra=entry.extra, footage=entry.footage, fault=entry.fault)
         for entry, number in zip(entries, numbers, strict=True)
     ]
     return Discovery(files=files, label_names=names, readings=readings)
 
 
 def _read_source(source: str, labels: LabelsMode) -> tuple[list[Entry], str]:
-    path = expanded(source)
+    name, part = split_part(source)
+    path = expanded(name)
+    if not is_there(name):
+        return _read_pattern(source, str(path), labels)
     if path.is_dir():
-        return _read_folder(path, labels)
-    if path.exists() or path.is_symlink():
-        if labels == "folders":
-            raise UserError(f"{source} is not a folder, so labels=folders cannot be read from it; use labels=auto")
-        if path.suffix.lower() in LIST_SUFFIXES:
-            return read_list(path)
-        return [Entry(path=_absolute(path), origin=source)], "one video file"
-    if glob.has_magic(source):
-        return _read_pattern(str(path), labels)
-    raise UserError(
-        f"{source} does not exist; give a video file, a folder, a pattern in quotes or a list of paths "
-        "(to try things out without data, `marey demo` makes its own)"
-    )
-
-
-def _absolute(path: Path | str) -> str:
-    return os.path.abspath(path)  # noqa: PTH100 (resolve() would follow links, and so rename what was named)
-
-
-def _is_video(name: str) -> bool:
-    return not name.startswith(".") and name.lower().endswith(VIDEO_SUFFIXES)
-
-
-def _walk(folder: Path) -> list[str]:
-    """Videos under ``folder``, following links (each folder once), hidden names left out."""
-    found: list[str] = []
-    seen: set[tuple[int, int]] = set()
-    for where, folders, names in os.walk(folder, followlinks=True):
-        status = os.stat(where)  # noqa: PTH116
-        if (status.st_dev, status.st_ino) in seen:
-            folders.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [_absolute(Path(where) / name) for name in names if _is_video(name)]
-    return sorted(found, key=_path_key)
-
-
-def _read_folder(folder: Path, labels: LabelsMode) -> tuple[list[Entry], str]:
-    paths = _walk(folder)
-    if not paths:
-        raise UserError(
-            f"{folder} holds no video (looked in all its subfolders for {', '.join(VIDEO_SUFFIXES)}); "
-            "name another folder, or name the files themselves"
-        )
-    root = _absolute(folder)
-    tops = [Path(path).relative_to(root).parts for path in paths]
-    loose = sum(len(parts) == 1 for parts in tops)
-    classes = sorted({parts[0] for parts in tops if len(parts) > 1}, key=natural_key)
-    present = [item.name for item in folder.iterdir() if item.is_dir() and not item.name.startswith(".")]
+        found = format_of_folder(path)
+        if found is not None:
+            return _read_format(found, Request(source, [absolute(path)], part), labels)
+        return _read_folder(source, path, labels, part)
+    found = format_of_file(path.name)
+    if found is not None:
+        return _read_format(found, Request(source, [absolute(path)], part), labels)
+    _no_part(source, part)
     if labels == "folders":
-        if loose or not classes:
-            raise UserError(
-                f"{folder} holds {loose} videos outside any subfolder, so subfolders cannot be read as classes; "
-                "move them into a class folder or use labels=none"
-            )
-        by_class = True
+        raise UserError(f"{source} is not a folder, so labels=folders cannot be read from it; use labels=auto")
+    if path.suffix.lower() in LIST_SUFFIXES:
+        return read_list(path)
+    return [Entry(path=absolute(path), origin=source)], "one video file"
+
+
+def _no_part(source: str, part: str | None) -> None:
+    if part is not None:
+        raise UserError(
+            f"{source} does not exist, and {source.rpartition(':')[0]} is no dataset with cameras or columns to "
+            f"choose by :{part}; name what is there"
+        )
+
+
+def _read_format(found: SourceFormat, request: Request, labels: LabelsMode) -> tuple[list[Entry], str]:
+    if labels == "folders":
+        raise UserError(f"{request.source} is {found.title}, which has no class folders; use labels=auto")
+    if request.part is not None and found.part is None:
+        _no_part(request.source, request.part)
+    dataset = request.source if request.part is None else request.source.rpartition(":")[0]
+    return found.read(request._replace(source=dataset))
+
+
+def _read_folder(source: str, folder: Path, labels: LabelsMode, part: str | None) -> tuple[list[Entry], str]:
+    found = walk(folder)
+    held = [form for form in formats() if found.of(form)]
+    if not found.videos and len(held) > 1:
+        raise UserError(f"{folder} holds {' and '.join(form.title for form in held)}; name the ones you mean")
+    if not found.videos and not held:
+        raise UserError(
+            f"{folder} holds no video (looked in all its subfolders for {', '.join(VIDEO_SUFFIXES)}, animated .webp, "
+            "images, .tar and .parquet); name another folder, or name the files themselves"
+        )
+    if not found.videos and not held[0].members:
+        return _read_format(held[0], Request(source, found.of(held[0]), part), labels)
+    _no_part(source, part)
+    if found.videos:
+        entries = [Entry(path=path, origin=str(folder)) for path in found.videos]
+        counted = f"{len(entries)} video{'s' * (len(entries) != 1)}"
+        left = [f"{len(found.of(form))} files of {form.title}" for form in held if form.suffixes]
+        beside = f"; left out beside them: {', '.join(left)} (name those to read them)" if left else ""
     else:
-        by_class = labels == "auto" and not loose and len(classes) > 1 and len(classes) == len(present)
-    counted = f"{len(paths)} video{'s' * (len(paths) != 1)}"
-    if by_class and labels == "auto" and {name.lower() for name in classes} <= _SPLITS:
-        return (
-            [Entry(path=path, origin=str(folder)) for path in paths],
-            f"folder, {counted}, no labels: its subfolders ({', '.join(classes)}) are named like splits",
-        )
-    if by_class:
-        entries = [
-            Entry(path=path, label=parts[0], origin=str(folder)) for path, parts in zip(paths, tops, strict=True)
-        ]
-        return entries, f"class folders, {counted} in {len(classes)} classes (labels=none to ignore them)"
-    return [Entry(path=path, origin=str(folder)) for path in paths], f"folder, {counted}, no labels"
+        entries, counted = held[0].read(Request(str(folder), found.of(held[0])))
+        beside = ""
+    classes, phrase = class_of_each(folder, [entry.path for entry in entries], counted, labels)
+    entries = [entry._replace(label=label) for entry, label in zip(entries, classes, strict=True)]
+    return entries, phrase + beside
 
 
-def _read_pattern(pattern: str, labels: LabelsMode) -> tuple[list[Entry], str]:
-    if labels == "folders":
-        raise UserError(f"{pattern} is a pattern, so labels=folders cannot be read from it; name the folder")
-    matched = [path for path in glob.glob(pattern, recursive=True) if not Path(path).is_dir()]  # noqa: PTH207
-    paths = sorted({_absolute(path) for path in matched if _is_video(Path(path).name)}, key=_path_key)
-    if not paths:
+def _read_pattern(source: str, pattern: str, labels: LabelsMode) -> tuple[list[Entry], str]:
+    named = numbered_names(pattern) if braced(pattern) else matches(pattern)
+    if named is None:
         raise UserError(
-            f"the pattern {pattern} matches {len(matched)} files, none of them a video "
-            f"({', '.join(VIDEO_SUFFIXES)}); ** goes through subfolders"
+            f"{source} does not exist; give a video file, a folder, a pattern in quotes or a list of paths "
+            "(to try things out without data, `marey demo` makes its own)"
         )
-    return [Entry(path=path, origin=pattern) for path in paths], f"pattern, {len(paths)} videos, no labels"
+    if labels == "folders":
+        raise UserError(f"{source} is a pattern, so labels=folders cannot be read from it; name the folder")
+    held = {id(form): form for name in named if (form := format_of_file(name)) is not None}
+    if len(held) > 1 or (held and named.videos):
+        titles = [form.title for form in held.values()] + ["videos"] * bool(named.videos)
+        raise UserError(f"{source} matches {' and '.join(titles)}; give a pattern for each")
+    if held:
+        (form,) = held.values()
+        return form.read(Request(source, list(named)))
+    if not named.videos:
+        raise UserError(
+            f"the pattern {source} matches {len(named)} files, none of them a video "
+            f"({', '.join(VIDEO_SUFFIXES)}); ** goes through subfolders, and images are read by their folder"
+        )
+    return [Entry(path=path, origin=source) for path in named.videos], f"pattern, {len(named.videos)} videos, no labels"
 
 
 def _refuse_twice(entries: Iterable[Entry]) -> None:

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from marey.core.errors import UserError, nearest
+from marey.pixels.episodecolumns import files_of, texts_of
 from marey.pixels.episodes import FrameRequest, SourceGoneError
 from marey.pixels.jpegs import decode_frame, frame_size
 from marey.pixels.lancefaults import refusing
@@ -40,7 +41,7 @@ class FrameStore:
 
     Episodes are numbered 0.. in the order of their ``episode_idx``; a step is the position in an episode's sorted
     ``step_idx``. Attributes beyond the protocol: ``heights`` and ``widths`` ``[episodes]`` int32, ``metadata`` (our
-    JSON object, empty for a store made elsewhere), ``label_names`` (or None).
+    JSON object, empty for a store made elsewhere), ``label_names`` and ``texts`` (or None).
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class FrameStore:
         table_version: int,
         index: EpisodeIndex,
         files: list[str],
+        texts: list[str | None] | None,
         metadata: dict[str, Any],
     ) -> None:
         self.path, self.name, self.version = path, name, version
         self.lengths: NDArray[np.int64] = index.lengths
         self.labels: NDArray[np.int64] | None = index.labels
         self.heights, self.widths = index.heights, index.widths
-        self.files = files
+        self.files, self.texts = files, texts
         self.metadata = metadata
         self.rate: float | None = metadata.get("rate")
         self.label_names: list[str] | None = metadata.get("label_names")
@@ -89,7 +91,8 @@ class FrameStore:
                 version=_identity(dataset),
                 table_version=dataset.version,
                 index=index,
-                files=_files(dataset, index),
+                files=files_of(dataset, index.first_rows(), index.ids),
+                texts=texts_of(dataset, index.first_rows(), metadata),
                 metadata=metadata,
             )
 
@@ -221,6 +224,10 @@ class EpisodeIndex:
             widths=w[starts].astype(np.int32),
         )
 
+    def first_rows(self) -> NDArray[np.int64]:
+        """``[episodes]``: the table row of each one's first frame."""
+        return self.starts if self.order is None else self.order[self.starts]
+
     def rows(self, episode: int, steps: NDArray[np.int64]) -> NDArray[np.int64]:
         """Table rows of some steps of an episode."""
         steps = np.asarray(steps, np.int64)
@@ -283,19 +290,6 @@ def _check_columns(where: Path, schema: pa.Schema) -> None:
             good, needs = pa.types.is_integer(kind) or (name == "label" and pa.types.is_null(kind)), "whole numbers"
         if not good:
             raise UserError(f"{where}: column {name} holds {kind}, where a frame store needs {needs}")
-
-
-def _files(dataset: lance.LanceDataset, index: EpisodeIndex) -> list[str]:
-    if "source" not in dataset.schema.names:
-        return [f"episode {number}" for number in index.ids.tolist()]
-    first = index.starts if index.order is None else index.order[index.starts]
-    ascending, back = np.unique(first, return_inverse=True)
-    column = dataset.take(ascending, columns=["source"]).column("source").to_pylist()
-    shared: dict[str, str] = {}  # one string per file, so that a pickled store stays small
-    named = [shared.setdefault(str(text), str(text)) if text is not None else None for text in column]
-    return [
-        named[place] or f"episode {number}" for place, number in zip(back.tolist(), index.ids.tolist(), strict=True)
-    ]
 
 
 def _identity(dataset: lance.LanceDataset) -> str:

@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from marey.core.errors import UserError
+from marey.core.errors import MachineError, UserError
 from marey.core.files import atomic_write, cache_dir
+from marey.core.now import reading
 from marey.core.progress import Progress
-from marey.pixels.decode import FileIndex
 from marey.pixels.episodes import FrameRequest
+from marey.pixels.footage import FileIndex, Footage
 from marey.pixels.guard import GuardedReader
-from marey.pixels.media import Unreadable, expanded, modified_ns, regular_size
+from marey.pixels.media import Unreadable, expanded
 from marey.pixels.pool import Progressed, Refused, default_workers, run_tasks
-from marey.pixels.report import NOT_TEXT, printable
+from marey.pixels.report import fault_of, printable
 from marey.pixels.sources import VideoFile, discover
 from marey.pixels.timeline import MIN_RATE
 
@@ -41,7 +42,7 @@ class RefusedFile(NamedTuple):
 
 @dataclass(frozen=True)
 class _Indexed:
-    path: str
+    footage: Footage
     key: str  # path, size, time of change, rate and decoder: what the index stands for
     index: FileIndex
 
@@ -51,7 +52,7 @@ class VideoEpisodes:
 
     A file's frames on the grid (the same that an ingest at this rate would store) are cut into episodes of
     ``episode_length``, the last one shorter. Beyond the protocol: ``refused`` (files that give nothing, with the
-    reason), ``label_names`` (or None), ``readings`` (how the path was understood).
+    reason), ``label_names`` and ``texts`` (or None), ``readings`` (how the path was understood).
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class VideoEpisodes:
         indexed: Sequence[_Indexed],
         labels: Sequence[int | None],
         label_names: list[str] | None,
+        texts: Sequence[str | None],
         refused: list[RefusedFile],
         readings: list[str],
         stall_s: float,
@@ -80,10 +82,14 @@ class VideoEpisodes:
         self.lengths: NDArray[np.int64] = np.asarray(
             [min(episode_length, steps[number] - start) for number, start in self._episodes], np.int64
         )
-        self.files = [self._indexed[number].path for number, _ in self._episodes]
+        self.files = [self._indexed[number].footage.name for number, _ in self._episodes]
         numbers = np.asarray([-1 if labels[number] is None else labels[number] for number, _ in self._episodes])
         self.labels: NDArray[np.int64] | None = numbers.astype(np.int64) if (numbers >= 0).any() else None
-        identity = [[item.key for item in self._indexed], list(labels), episode_length, rate]
+        words = [texts[number] for number, _ in self._episodes]
+        self.texts: list[str | None] | None = words if any(words) else None
+        identity: list[Any] = [[item.key for item in self._indexed], list(labels), episode_length, rate]
+        if self.texts is not None:
+            identity.append(list(texts))
         self.version = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
         self._stall_s = stall_s
         self._guard: GuardedReader | None = None
@@ -124,6 +130,7 @@ class VideoEpisodes:
             indexed=[indices[number] for number in sorted(indices)],
             labels=[found.files[number].label for number in sorted(indices)],
             label_names=found.label_names,
+            texts=[found.files[number].extra.get("text") or None for number in sorted(indices)],
             refused=refused,
             readings=found.readings,
             stall_s=stall_s if read_stall_s is None else read_stall_s,
@@ -146,7 +153,10 @@ class VideoEpisodes:
         return clips
 
     def read_each(self, requests: Sequence[FrameRequest]) -> list[torch.Tensor | UserError]:
-        """As ``read``, with the error of a clip that cannot be read in its place."""
+        """As ``read``, with the error of a clip that cannot be read in its place.
+
+        Raises ``MachineError`` where no decoder can be started.
+        """
         steps: list[NDArray[np.int64]] = []
         by_file: dict[int, list[int]] = {}
         for position, request in enumerate(requests):
@@ -162,6 +172,8 @@ class VideoEpisodes:
             try:
                 read = self._clips(number, [steps[position] for position in positions])
                 clips |= dict(zip(positions, read, strict=True))
+            except MachineError:
+                raise
             except UserError as error:
                 if len(positions) == 1:
                     clips[positions[0]] = error
@@ -169,34 +181,40 @@ class VideoEpisodes:
                 for position in positions:  # which of them is at fault
                     try:
                         clips[position] = self._clips(number, [steps[position]])[0]
+                    except MachineError:
+                        raise
                     except UserError as own:
                         clips[position] = own
         return [clips[position] for position in range(len(requests))]
 
     def _clips(self, number: int, steps: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
         """Clips of one file, read together."""
+        with reading(self._indexed[number].footage.name):
+            return self._clips_of(number, steps)
+
+    def _clips_of(self, number: int, steps: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
         self._check_unchanged(self._indexed[number])
         if self._guard is None or self._pid != os.getpid():
             self._guard, self._pid = GuardedReader(stall_s=self._stall_s), os.getpid()
         item = self._indexed[number]
         every = np.unique(np.concatenate(steps))
-        pictures = self._guard.fetch(number, item.path, item.index, every.tolist())
+        pictures = self._guard.fetch(number, item.footage, item.index, every.tolist())
         if len(steps) == 1 and np.array_equal(steps[0], every):  # as most clips are: nothing to copy once more
             return [torch.from_numpy(pictures).permute(0, 3, 1, 2)]
         return [torch.from_numpy(pictures[np.searchsorted(every, own)]).permute(0, 3, 1, 2) for own in steps]
 
     def _check_unchanged(self, item: _Indexed) -> None:
         try:
-            unchanged = index_key(item.path, self.rate or 0.0) == item.key
+            unchanged = index_key(item.footage, self.rate or 0.0) == item.key
         except Unreadable as error:
-            raise UserError(f"{item.path} {error}; it was there when the run began") from None
+            raise UserError(f"{item.footage.name} {error}; it was there when the run began") from None
         if not unchanged:
-            raise UserError(f"{item.path} changed since it was indexed; start again")
+            raise UserError(f"{item.footage.name} changed since it was indexed; start again")
 
 
-def index_key(path: str, rate: float) -> str:
+def index_key(footage: Footage, rate: float) -> str:
     """What an index stands for; a changed file, rate or decoder has another. Raises ``Unreadable``."""
-    identity = [INDEX_FORMAT, av.__version__, os.fsencode(path).hex(), regular_size(path), modified_ns(path), rate]
+    identity = [INDEX_FORMAT, av.__version__, *footage.identity(), rate]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
 
@@ -206,22 +224,25 @@ def _index_all(
     indexed: dict[int, _Indexed] = {}
     refused: dict[int, str] = {}
     keys: dict[int, str] = {}
+    footage: dict[int, Footage] = {}
     for number, video in enumerate(files):
-        if printable(video.path) != video.path:  # features and labels are tables, which name their videos
-            refused[number] = NOT_TEXT
+        fault = fault_of(video)
+        if fault is not None:
+            refused[number] = fault
             continue
+        footage[number] = video.frames()
         try:
-            keys[number] = index_key(video.path, rate)
+            keys[number] = index_key(footage[number], rate)
         except Unreadable as error:
             refused[number] = str(error)
             continue
         known = _load(keys[number])
         if isinstance(known, FileIndex):
-            indexed[number] = _Indexed(video.path, keys[number], known)
+            indexed[number] = _Indexed(footage[number], keys[number], known)
         elif known is not None:
             refused[number] = known
     tasks = [
-        (number, {"path": files[number].path, "rate": rate})
+        (number, {"path": files[number].path, "footage": footage[number], "rate": rate})
         for number in keys
         if number not in indexed and number not in refused
     ]
@@ -236,7 +257,7 @@ def _index_all(
                     if event.lasting:
                         _save(keys[event.task], event.reason)
                 else:
-                    indexed[event.task] = _Indexed(files[event.task].path, keys[event.task], event.result)
+                    indexed[event.task] = _Indexed(footage[event.task], keys[event.task], event.result)
                     _save(keys[event.task], event.result)
     return indexed, [RefusedFile(printable(files[number].path), reason) for number, reason in sorted(refused.items())]
 

@@ -239,8 +239,47 @@ class MixtureDraws:
         return _Block(shuffled, in_order)
 
 
+def spread_counts(sizes: Sequence[int], count: int) -> list[int]:
+    """How many of ``count`` windows each source gives: in proportion to its windows, and one at least of each
+    source that has any, where ``count`` allows it. No source gives more than it has.
+    """
+    total = sum(sizes)
+    assert 0 <= count <= total, (count, sizes)
+    if count == 0:
+        return [0] * len(sizes)
+    there = sum(size > 0 for size in sizes)
+    least = [int(size > 0) if count >= there else 0 for size in sizes]
+    rest, room = count - sum(least), total - sum(least)
+    if rest == 0:
+        return least
+    shares = [Fraction(size - first, room) for size, first in zip(sizes, least, strict=True)]
+    return [first + more for first, more in zip(least, largest_remainder(shares, rest), strict=True)]
+
+
+class SpreadDraws:
+    """``count`` windows in order, spread evenly over all sources and within each: what a limited validation reads.
+
+    The same in every epoch, and whatever the number of ranks. ``counts``: how many of each source.
+    """
+
+    def __init__(self, sizes: Sequence[int], count: int) -> None:
+        self.epoch_draws = count
+        self._sizes = np.asarray(sizes, dtype=np.int64)
+        self.counts = spread_counts(sizes, count)
+        self._ends = np.cumsum(np.asarray(self.counts, dtype=np.int64))
+
+    def at(self, epoch: int, positions: NDArray[np.int64]) -> Drawn:  # noqa: ARG002
+        """The draws at ``positions`` (int64 ``[k]``, each below ``count``)."""
+        source = np.searchsorted(self._ends, positions, side="right")
+        counts = np.asarray(self.counts, dtype=np.int64)[source]
+        place = positions - (self._ends[source] - counts)
+        # The middle of each of ``counts`` equal stretches; all of them, in order, where they are all taken.
+        window = (2 * place + 1) * self._sizes[source] // (2 * counts)
+        return Drawn(source.astype(np.int32), window, np.zeros(len(positions), dtype=np.int64))
+
+
 class SequentialDraws:
-    """Every window of every source once, in order: what validation reads."""
+    """Every window of every source once, in order: what a validation without a limit reads."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._ends = np.cumsum(np.asarray(sizes, dtype=np.int64))

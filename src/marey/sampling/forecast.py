@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from marey.config.causal import ProgramConfig
 from marey.sampling.planner import EpochCounts, MicrobatchPlanner
+from marey.sampling.video_tokens import frames_seen, visible_pairs
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one epoch. Tokens are video tokens of the prefix_suffix program; shares are of what was looked at."""
+    """Of one epoch. Tokens are video tokens that the program sees; shares are of what was looked at."""
 
     counts: EpochCounts
     steps_seen: int
@@ -27,6 +29,8 @@ class Forecast:
     """Samples by (height, width); (0, 0) where the manifest does not say."""
     draws: dict[str, float]
     """Share of samples by source."""
+    tail: dict[str, float]
+    """Share of samples by source that complete a step: repeats of other samples of the epoch."""
     tokens: float
     """Valid tokens of a micro-step, over all ranks."""
     tokens_padded: float
@@ -47,7 +51,13 @@ class Forecast:
 
 
 def forecast(
-    planner: MicrobatchPlanner, *, epoch: int = 0, patch: int = 1, multiple: int = 1, steps: int | None = 64
+    planner: MicrobatchPlanner,
+    *,
+    program: ProgramConfig,
+    epoch: int = 0,
+    patch: int = 1,
+    multiple: int = 1,
+    steps: int | None = 64,
 ) -> Forecast:
     """Look at ``steps`` micro-steps of ``epoch`` (None: all). ``multiple``: capacities are rounded up to it.
 
@@ -57,6 +67,7 @@ def forecast(
     buckets: Counter[tuple[int, int]] = Counter()
     canvases: Counter[tuple[int, int]] = Counter()
     sources: Counter[int] = Counter()
+    tail: Counter[int] = Counter()
     valid, padded, pairs, pairs_padded = [], [], 0.0, 0.0
     chosen = _chosen(counts.micro_steps, planner.pooled, steps)
     for step in chosen:
@@ -67,16 +78,18 @@ def forecast(
             buckets.update(zip(at.prefix.tolist(), at.future.tolist(), strict=True))
             canvases.update(zip(at.height.tolist(), at.width.tolist(), strict=True))
             sources.update(batch.source.tolist())
+            tail.update(batch.source[batch.repeat > 0].tolist())
             cells = np.maximum(at.height // patch, 1) * np.maximum(at.width // patch, 1)
             frames = at.prefix + at.future
-            capacity = -(-int(frames.max(initial=0)) // multiple) * multiple
-            by_rank.append(int((frames * cells).sum()))
+            longest = np.full_like(frames, -(-int(frames.max(initial=0)) // multiple) * multiple)
+            seen, capacity = frames_seen(program, frames), frames_seen(program, longest)
+            by_rank.append(int((seen * cells).sum()))
             by_rank_padded.append(int((capacity * cells).sum()))
-            pairs += float(((frames * cells).astype(np.float64) ** 2).sum())
+            pairs += float((visible_pairs(program, at.prefix, at.future) * cells.astype(np.float64) ** 2).sum())
             pairs_padded += float(((capacity * cells).astype(np.float64) ** 2).sum())
         valid.append(by_rank)
         padded.append(by_rank_padded)
-    seen = max(1, len(chosen))
+    steps_seen = max(1, len(chosen))
     samples = max(1, sum(sources.values()))
     return Forecast(
         counts=counts,
@@ -84,10 +97,11 @@ def forecast(
         buckets=dict(sorted(buckets.items())),
         canvases=dict(sorted(canvases.items())),
         draws={name: sources[s] / samples for s, name in enumerate(planner.windows.names)},
-        tokens=float(np.sum(valid)) / seen,
-        tokens_padded=float(np.sum(padded)) / seen,
-        pairs=pairs / seen,
-        pairs_padded=pairs_padded / seen,
+        tail={name: tail[s] / samples for s, name in enumerate(planner.windows.names)},
+        tokens=float(np.sum(valid)) / steps_seen,
+        tokens_padded=float(np.sum(padded)) / steps_seen,
+        pairs=pairs / steps_seen,
+        pairs_padded=pairs_padded / steps_seen,
         rank_balance=_balance(valid),
         rank_balance_padded=_balance(padded),
     )

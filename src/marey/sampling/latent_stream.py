@@ -10,9 +10,9 @@ from typing import NamedTuple
 from marey.config.causal import CausalConfig, LatentDataConfig, LatentSourceConfig
 from marey.core.errors import UserError
 from marey.latents.geometry import Geometry
-from marey.latents.manifest import Manifest, hold_out, read_manifest
+from marey.latents.manifest import Manifest, hold_out, read_manifest, smallest_split
 from marey.latents.requests import Layout
-from marey.sampling.draws import MixtureDraws, SequentialDraws, draw_shares
+from marey.sampling.draws import MixtureDraws, SequentialDraws, SpreadDraws, draw_shares
 from marey.sampling.planner import MicrobatchPlanner
 from marey.sampling.stream import RequestStream
 from marey.sampling.windows import SourceWindows, WindowTable
@@ -36,15 +36,19 @@ class Sources(NamedTuple):
     val: list[NamedManifest]
 
 
-def read_sources(data: LatentDataConfig) -> Sources:
+def read_sources(data: LatentDataConfig, *, validates: bool = True) -> Sources:
     """Read every manifest that ``data`` names, all rows checked, and split off the validation side.
 
-    ``data.train`` and ``data.val`` must name manifests here (a store or demo is encoded first). Raises
+    ``data.train`` and ``data.val`` must name manifests here (a store or demo is encoded first). A run that does not
+    validate keeps the split, so that turning validation off changes no draw; but where it would leave one side empty,
+    such a run trains on every clip. Raises
     UserError for a bad row, an empty side, or a clip without the text that ``data.text_conditioning`` asks for.
     """
     train = [_read(source, data) for source in _configs(data.train if data.sources is None else data.sources)]
     if data.val is not None:
         return Sources(train, [_read(source, data) for source in _configs(data.val)])
+    if not validates and smallest_split([source.manifest for source in train], [data.val_fraction]) is None:
+        return Sources(train, [])
     sides = hold_out([source.manifest for source in train], data.val_fraction)
     halves = [
         (
@@ -161,7 +165,9 @@ def train_stream(
 def validation_stream(config: CausalConfig, sources: Sequence[NamedManifest], *, world: int) -> RequestStream:
     """Every held-out window once, in order, whatever the batching mode; a short last batch is kept.
 
-    Raises UserError when no held-out clip has a usable window.
+    ``trainer.limit_val_batches`` bounds it: that share of the windows, or so many times ``data.val_batch_size`` of
+    them over all ranks together, spread evenly over all sources. Which ones depends on neither mode nor ``world``.
+    Raises UserError when no held-out clip has a usable window, or the limit leaves none.
     """
     table = window_table(config, sources)
     if sum(table.sizes) == 0:
@@ -169,8 +175,9 @@ def validation_stream(config: CausalConfig, sources: Sequence[NamedManifest], *,
             f"the validation side has no usable window in its {sum(len(s.manifest) for s in sources)} clips; hold out "
             "more (data.val_fraction), name longer clips in data.val or add shorter data.buckets."
         )
+    taken = _validated(config, sum(table.sizes))
     planner = MicrobatchPlanner(
-        SequentialDraws(table.sizes),
+        SequentialDraws(table.sizes) if taken == sum(table.sizes) else SpreadDraws(table.sizes, taken),
         table,
         seed=config.seed,
         world=world,
@@ -178,3 +185,23 @@ def validation_stream(config: CausalConfig, sources: Sequence[NamedManifest], *,
         tail="keep",
     )
     return RequestStream(planner, [source.layout for source in sources])
+
+
+def _validated(config: CausalConfig, windows: int) -> int:
+    """How many of ``windows`` a validation looks at."""
+    limit = config.trainer.limit_val_batches
+    if limit is None:
+        return windows
+    taken = int(windows * limit) if isinstance(limit, float) else min(windows, limit * config.data.val_batch_size)
+    if taken < 1:
+        raise UserError(
+            f"trainer.limit_val_batches={limit} leaves none of the {windows} windows of validation; raise it, or set "
+            "it to 0 for no validation"
+        )
+    return taken
+
+
+def validated_counts(stream: RequestStream) -> list[int]:
+    """How many windows of each source one validation looks at."""
+    draws = stream.planner.draws
+    return list(draws.counts) if isinstance(draws, SpreadDraws) else stream.planner.windows.sizes

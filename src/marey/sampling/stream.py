@@ -8,21 +8,23 @@ import numpy as np
 
 from marey.core.keys import rng
 from marey.latents.requests import Layout, WindowRequest
-from marey.sampling.planner import MicrobatchPlanner, PlannedBatch
+from marey.sampling.planner import Ints, MicrobatchPlanner, PlannedBatch
 
 _CANDIDATES = 64
+"""Clips that are looked at for a stand-in: they fit already, so only rows of one file are passed over."""
 
 
 class RequestStream:
     """Requests of any microbatch. ``layouts``: what each source declares. ``alternates``: stand-ins per request.
 
-    Alternates are of the same source, canvas and geometry as the window they may replace, and keyed by its
-    draw.
+    Alternates are of the same source and canvas as the window they may replace, cut to its geometry, and keyed by
+    its draw; there are fewer only where a source has no more clips that are long enough.
     """
 
     def __init__(self, planner: MicrobatchPlanner, layouts: Sequence[Layout | None], *, alternates: int = 0) -> None:
         assert len(layouts) == len(planner.windows.sources), layouts
         self.planner, self._layouts, self._alternates = planner, tuple(layouts), alternates
+        self._roomy: dict[tuple[int, int, int], tuple[Ints, Ints]] = {}
 
     def requests(self, epoch: int, micro_step: int, rank: int) -> list[WindowRequest]:
         """The microbatch of ``rank`` in ``micro_step`` of ``epoch``."""
@@ -47,16 +49,46 @@ class RequestStream:
         )
         if not self._alternates:
             return request
-        drawn = rng(self.planner.seed, "replace", epoch, position, repeat).integers(0, len(source), _CANDIDATES)
-        at = source.locate(drawn.astype(np.int64))
-        like = (at.prefix == prefix) & (at.future == future) & (at.row != row)
-        like &= (at.height == batch.at.height[i]) & (at.width == batch.at.width[i])
-        others = np.flatnonzero(like)[: self._alternates]
         return request._replace(
-            alternates=tuple(
-                request._replace(clip=source.manifest.clip(int(at.row[j])), start=int(at.start[j])) for j in others
-            )
+            alternates=self._stand_ins(request, s, canvas=(int(batch.at.height[i]), int(batch.at.width[i])))
         )
+
+    def _stand_ins(self, request: WindowRequest, s: int, *, canvas: tuple[int, int]) -> tuple[WindowRequest, ...]:
+        """Other clips of the source and canvas that are long enough, each at one of its windows' starts, by key."""
+        source = self.planner.windows.sources[s]
+        rows, room = self._by_room(s, canvas)
+        fitting = int(np.searchsorted(-room, -request.frames, side="right"))
+        key = rng(self.planner.seed, "replace", request.epoch, request.position, request.repeat)
+        if fitting <= _CANDIDATES:
+            drawn = key.permutation(fitting)
+        else:
+            drawn = np.unique(key.integers(0, fitting, _CANDIDATES))
+            drawn = key.permutation(drawn)
+        found: list[WindowRequest] = []
+        for place in drawn.tolist():
+            clip = source.manifest.clip(int(rows[place]))
+            if clip.path == request.clip.path:
+                continue
+            starts = (int(room[place]) - request.frames) // source.stride + 1
+            start = int(source.first[rows[place]]) + int(key.integers(0, starts)) * source.stride
+            found.append(request._replace(clip=clip, start=start))
+            if len(found) == self._alternates:
+                break
+        return tuple(found)
+
+    def _by_room(self, s: int, canvas: tuple[int, int]) -> tuple[Ints, Ints]:
+        """Rows of a source's clips on ``canvas`` and the frames of each from its first window on, longest first."""
+        if (s, *canvas) not in self._roomy:
+            source = self.planner.windows.sources[s]
+            manifest = source.manifest
+            room = manifest.length_frames - source.first
+            here = np.ones(len(manifest), dtype=np.bool_)
+            if manifest.height is not None and manifest.width is not None:
+                here = (manifest.height == canvas[0]) & (manifest.width == canvas[1])
+            rows = np.flatnonzero(here)
+            rows = rows[np.argsort(-room[rows], kind="stable")]
+            self._roomy[s, *canvas] = (rows, room[rows])
+        return self._roomy[s, *canvas]
 
 
 class MicrobatchSampler:

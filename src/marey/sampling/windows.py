@@ -54,8 +54,9 @@ class SourceWindows:
         self.name, self.manifest, self.geometry = name, manifest, geometry
         self.stride = geometry.longest if stride is None else stride
         self.lead = lead
-        self._first = np.maximum(manifest.start, lead)
-        room = manifest.length_frames - self._first - geometry.shortest
+        self.first = np.maximum(manifest.start, lead)
+        """int64 ``[rows]``: where each clip's first window starts."""
+        room = manifest.length_frames - self.first - geometry.shortest
         counts = np.where(room >= 0, room // self.stride + 1, 0)
         self._ends = np.cumsum(counts)
         self.unusable_clips = int((counts == 0).sum())
@@ -66,13 +67,13 @@ class SourceWindows:
     @property
     def nbytes(self) -> int:
         """Bytes held besides the manifest's own."""
-        return self._ends.nbytes + self._first.nbytes
+        return self._ends.nbytes + self.first.nbytes
 
     def locate(self, windows: Ints) -> Located:
         """Row, start, geometry and canvas of ``windows`` (int64 ``[k]``, each below ``len(self)``)."""
         row = np.searchsorted(self._ends, windows, side="right")
         before = np.where(row > 0, self._ends[row - 1], 0)
-        start = self._first[row] + (windows - before) * self.stride
+        start = self.first[row] + (windows - before) * self.stride
         manifest = self.manifest
         available = manifest.length_frames[row] - start
         prefix, future = self.geometry.pick(manifest.clip_keys[row], start, available)
@@ -84,7 +85,7 @@ class SourceWindows:
     @property
     def longest_room(self) -> int:
         """Latent frames from the first possible start to the end of the clip that has most of them; 0 without clips."""
-        return max(0, int((self.manifest.length_frames - self._first).max(initial=0)))
+        return max(0, int((self.manifest.length_frames - self.first).max(initial=0)))
 
     def measures(self, *, patch: int) -> Measures:
         """Totals over all windows; ``patch`` is the side of a token in latent cells."""

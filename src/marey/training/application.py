@@ -22,9 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 from marey.config import compose
 from marey.core.errors import UserError
 from marey.training.again import Again, typed_program
-from marey.training.launched import launched_rank
-from marey.training.run import RUN_DIR_VARIABLE, check, checkpoint_folder, execute, say
-from marey.training.signals import FROM_SCHEDULERS, StopRequest
+from marey.training.launched import launched_apart, launched_rank
+from marey.training.run import RUN_DIR_VARIABLE, check, check_run_folder, checkpoint_folder, execute, say
+from marey.training.signals import StopRequest
 
 
 def run_application(words: list[str]) -> None:
@@ -33,8 +33,8 @@ def run_application(words: list[str]) -> None:
     Raises:
         UserError: the request is wrong; Hydra's own refusals are mapped to this.
     """
-    # Importing and opening data take many seconds: a scheduler's signal then is a request too, kept for the run.
-    with StopRequest(say if launched_rank() == 0 else _silent, signals=FROM_SCHEDULERS):
+    # Importing and opening data take many seconds: a signal then is a request too, kept for the run.
+    with StopRequest(say if launched_rank() == 0 else _silent):
         _run_application(words)
 
 
@@ -43,13 +43,22 @@ def _run_application(words: list[str]) -> None:
     options = get_args_parser().parse_args(words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
     if _starts_one_run(options):
-        plain, follows_run_dir = compose.compose_job(
+        job = compose.compose_job(
             options.overrides,
             config_name=options.config_name or compose.DEFAULT_CONFIG,
             config_dir=None if options.config_dir is None else Path(options.config_dir),
         )
-        config = compose.validate_run(plain)
-        check(config, None if follows_run_dir else checkpoint_folder(config))
+        config = compose.validate_run(job.plain)
+        ranks = launched_apart()
+        if job.run_dir is None and ranks > 1 and RUN_DIR_VARIABLE not in os.environ:
+            raise UserError(
+                f"{ranks} processes were started for this run, and each would name its run folder by its own clock; "
+                "give one that all of them share, as in hydra.run.dir=runs/NAME"
+            )
+        check(config, None if job.follows_run_dir else checkpoint_folder(config))
+        if job.run_dir is not None:
+            # Before Hydra starts, which replaces the .hydra of whatever run is there.
+            check_run_folder(config, Path(job.run_dir).expanduser().resolve())
     refused: list[UserError] = []
     begun = False
 

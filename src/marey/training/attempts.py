@@ -37,17 +37,39 @@ def earlier_sittings(
     old = _read(run_dir)
     if step is None or origin is None:
         return _begin(old, config, run_dir)
-    if old is None:
+    if old is None or (_name(old) != _name(origin) and not _stepped(old, run_dir)):
         return Earlier([*_of(origin)[:-1], _left(_of(origin)[-1], step)], [])
+    _refuse_another(old, origin, run_dir)
+    kept = [entry for entry in old.get("checkpoints") or [] if not entry.get("removed")]
+    after = [{**entry, "abandoned": True} for entry in kept if entry["step"] > step and Path(entry["path"]).exists()]
+    before = [entry for entry in old.get("checkpoints") or [] if entry["step"] <= step]
+    return Earlier(_closed(old), [*after, *before])
+
+
+def check_records(run_dir: Path, config: Mapping[str, Any], *, origin: Mapping[str, Any] | None) -> None:
+    """Refuse what ``earlier_sittings`` will refuse, as far as it can be told before the run has opened its data.
+
+    config: as the command line gives it, plain values; what data add to ``model`` is not compared. origin: the
+    receipt inside the checkpoint of an exact resume. Writes nothing.
+
+    Raises:
+        UserError: as ``earlier_sittings``.
+    """
+    old = _read(run_dir)
+    if old is None:
+        return
+    if origin is None:
+        _begin(old, {**config, "model": (old.get("config") or {}).get("model")}, run_dir)
+    elif _stepped(old, run_dir):
+        _refuse_another(old, origin, run_dir)
+
+
+def _refuse_another(old: Mapping[str, Any], origin: Mapping[str, Any], run_dir: Path) -> None:
     if _name(old) != _name(origin):
         raise UserError(
             f"the run folder {run_dir} holds the records of another run ({old.get('run_id')}) than the checkpoint to "
             "go on from; set hydra.run.dir to that run's folder, or to a new one"
         )
-    kept = [entry for entry in old.get("checkpoints") or [] if not entry.get("removed")]
-    after = [{**entry, "abandoned": True} for entry in kept if entry["step"] > step and Path(entry["path"]).exists()]
-    before = [entry for entry in old.get("checkpoints") or [] if entry["step"] <= step]
-    return Earlier(_closed(old), [*after, *before])
 
 
 def _begin(old: dict[str, Any] | None, config: Mapping[str, Any], run_dir: Path) -> Earlier:
@@ -60,17 +82,42 @@ def _begin(old: dict[str, Any] | None, config: Mapping[str, Any], run_dir: Path)
             "replace; set hydra.run.dir to another folder, or go on with that run (`marey inspect` on the folder "
             "prints the command)"
         )
-    # Killed before its first checkpoint and started again as it was: the same run, from its beginning.
+    # Killed or failed before its first checkpoint and started again as it was: the same run, from its beginning.
     same = {**(old.get("config") or {}), "resume": None} == {**config, "resume": None}
+    if _stepped(old, run_dir) and not (same and old.get("status") in ("running", "failed", "refused")):
+        raise UserError(
+            f"the run folder {run_dir} holds the records of another run ({old.get('run_id')}, {old.get('status')}), "
+            "which a new one would replace; set hydra.run.dir to another folder"
+        )
     return Earlier(_closed(old) if same else [], [])
 
 
-def _read(run_dir: Path) -> dict[str, Any] | None:
+def _stepped(old: Mapping[str, Any], run_dir: Path) -> bool:
+    """Whether the run made an optimizer step; of a killed one, the metrics know more than the receipt."""
+    if any((attempt.get("to_step") or 0) > (attempt.get("from_step") or 0) for attempt in _of(old)):
+        return True
+    if ((old.get("consumed") or {}).get("optimizer_steps") or 0) > (_of(old)[-1].get("from_step") or 0):
+        return True
     try:
-        receipt = json.loads((run_dir / "receipt.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return len((run_dir / "metrics.csv").read_bytes().splitlines()) > 1
+    except OSError:
+        return False
+
+
+def _read(run_dir: Path) -> dict[str, Any] | None:
+    path = run_dir / "receipt.json"
+    try:
+        receipt = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(receipt, dict) or not all("run_id" in attempt for attempt in [receipt, *_of(receipt)]):
+            raise ValueError("it is no receipt of a run")
+    except FileNotFoundError:
         return None
-    return receipt if isinstance(receipt, dict) and "run_id" in receipt else None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"the records in {run_dir} belong to a run of which {path.name} cannot be read ({error}); set "
+            "hydra.run.dir to another folder, or move that file away"
+        ) from error
+    return receipt
 
 
 def _of(receipt: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Keeps the averaged weights of a run, on rank 0, where checkpoints are written."""
+"""Keeps the averaged weights of a run: on rank 0, which writes checkpoints; of a sharded run, each rank its own."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from marey.training.watch import Watch
 class Averaging(pl.Callback):
     """Moves the average after every optimizer step, and takes it through checkpoints."""
 
-    def __init__(self, config: EmaConfig, *, watch: Watch) -> None:
+    def __init__(self, config: EmaConfig, *, watch: Watch, sharded: bool = False) -> None:
         self.ema: Ema | None = None
-        self._config, self._watch = config, watch
+        self._config, self._watch, self._sharded = config, watch, sharded
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:  # noqa: ARG002
         """Before a checkpoint is restored and before the weights move to their device."""
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not self._sharded:
             self.ema = Ema(pl_module, self._config)
 
     def on_load_checkpoint(
@@ -36,7 +36,9 @@ class Averaging(pl.Callback):
             self.ema.load({name: checkpoint["state_dict"][name] for name in self.ema.copy}, updates=0)
 
     def on_fit_start(self, _trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep the average where the weights are."""
+        """Keep the average where the weights are: there are shards from now on, and a checkpoint is restored after."""
+        if self._sharded:
+            self.ema = Ema(pl_module, self._config)
         if self.ema is not None:
             self.ema.to(pl_module.device)
 

@@ -6,11 +6,12 @@ content (``core.files``), flushed to disk, renamed. Only then does ``last.ckpt``
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -19,9 +20,11 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from marey.config.schema import CheckpointConfig
 from marey.core.errors import UserError
-from marey.core.files import SealingWriter, atomic_write, sync_folder
-from marey.training.folders import LAST, checkpoint_name
+from marey.core.files import atomic_write, sync_folder
+from marey.training.console import validation_due
+from marey.training.folders import LAST, checkpoint_name, discard
 from marey.training.record import Record
+from marey.training.sealed import save_sealed
 from marey.training.watch import Watch
 
 
@@ -49,27 +52,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = "cpu",
         weights_only: bool | None = True,  # noqa: ARG002  # a file that would run code is never loaded
     ) -> dict[str, Any]:
-        """``torch.load`` that executes nothing from the file."""
+        """What a file holds, or the folder of a sharded run, its tensors whole; executes nothing from them."""
+        if Path(path).is_dir():
+            from marey.training.shards import load_folder  # deferred: few runs have one to read
+
+            return load_folder(Path(path))
         content: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
         return content
-
-
-def save_sealed(content: dict[str, Any], path: str | Path) -> str:
-    """``torch.save`` into a sealed file, whole or not at all; returns its SHA-256, computed as it was written.
-
-    Raises:
-        OSError: as the system refuses; an earlier file of that name stays as it was.
-    """
-    with atomic_write(path) as file:
-        writer = SealingWriter(file)
-        try:
-            torch.save(content, cast("IO[bytes]", writer))  # all that it uses is write and flush
-        except RuntimeError as error:
-            # PyTorch's archive writer turns what the disk said into a complaint about positions.
-            if writer.error is None:
-                raise
-            raise writer.error from error
-        return writer.seal()
 
 
 class CheckpointWriter(Checkpoint):
@@ -85,11 +74,14 @@ class CheckpointWriter(Checkpoint):
         *,
         watch: Watch,
         record: Record,
+        sharded: bool = False,
     ) -> None:
         self.folder, self.config = folder, config
         self.saved: list[Path] = []
         """What this run wrote and kept, oldest first."""
-        self._watch, self._record = watch, record
+        self._watch, self._record, self._sharded = watch, record, sharded
+        self._loops: dict[str, Any] | None = None
+        """Lightning's counts as of the last step, where no checkpoint of it is written and a validation follows."""
 
     def on_train_start(self, trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
         """Count the epoch that a resume begins, where Lightning forgets to.
@@ -113,13 +105,23 @@ class CheckpointWriter(Checkpoint):
         """Every n optimizer steps, and at the run's last."""
         if not self._watch.stepped(batch_idx):
             return
+        self._loops = None
         if trainer.global_step % self.config.every_n_train_steps == 0 or self._watch.ending is not None:
+            self.save(trainer)
+        elif validation_due(trainer):
+            self._loops = copy.deepcopy(trainer._checkpoint_connector._get_loops_state_dict())
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
+        """A request broke off the validation after the last step: save that step, the validation still to come."""
+        if self._watch.broke_off and self._loops is not None:
             self.save(trainer)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, _pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Add the ``marey`` entry and the averaged weights."""
+        if self._watch.broke_off and self._loops is not None:
+            checkpoint["loops"] = self._loops
         self._record.complete(trainer, checkpoint)
 
     def save(self, trainer: pl.Trainer) -> None:
@@ -148,7 +150,7 @@ class CheckpointWriter(Checkpoint):
             removed=old,
         )
         for gone in old:
-            gone.unlink(missing_ok=True)
+            discard(gone)
         self.saved = [kept for kept in self.saved if kept not in old]
 
     def _name(self, *, epoch: int, step: int) -> str:
@@ -162,13 +164,24 @@ class CheckpointWriter(Checkpoint):
         if keep < 0 or len(self.saved) <= keep:
             return []
         resumed = None if trainer.ckpt_path is None else Path(trainer.ckpt_path).resolve()
-        return [path for path in self.saved[: len(self.saved) - keep] if path.resolve() != resumed]
+        old = self.saved[: len(self.saved) - keep]
+        if self._sharded and self.config.save_last:
+            old = [path for path in old if path != self.saved[-1]]  # ``last.ckpt`` is a name for it, no second one
+        return [path for path in old if path.resolve() != resumed]
 
 
 def link_last(path: Path) -> Path:
-    """Make ``last.ckpt`` beside ``path`` the same file, in one step; a copy where the disk has no hard links."""
+    """Make ``last.ckpt`` beside ``path`` the same file, in one step; a copy where the disk has no hard links.
+
+    A folder, which has no hard links anywhere, gets a symbolic one.
+    """
     last = path.with_name(LAST)
     temporary = path.with_name(f".{LAST}.{secrets.token_hex(4)}.tmp")
+    if path.is_dir():
+        temporary.symlink_to(path.name)
+        temporary.replace(last)
+        sync_folder(path.parent)
+        return last
     try:
         os.link(path, temporary)
         temporary.replace(last)

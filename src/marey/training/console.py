@@ -78,11 +78,13 @@ class Validation(pl.Callback):
         path: Path,
         columns: tuple[str, ...],
         *,
+        watch: Watch,
         say: Callable[[str], None],
         done_steps: int,
         due_in_epoch: int | None,
     ) -> None:
         self._file = MetricsFile(path, columns)
+        self._watch = watch
         self._say, self._done, self._due_in = say, done_steps, due_in_epoch
         self._sums: dict[str, Any] = {}
         self._count = 0
@@ -112,21 +114,23 @@ class Validation(pl.Callback):
 
     def on_validation_batch_end(
         self,
-        _trainer: pl.Trainer,
+        trainer: pl.Trainer,
         _pl_module: pl.LightningModule,
         outputs: Any,
         _batch: Any,
         _batch_idx: int,
         _dataloader_idx: int = 0,
     ) -> None:
-        """Add one micro-step."""
+        """Add one micro-step; on a request to stop it is the last."""
+        if not trainer.sanity_checking and self._watch.breaks_off(trainer):
+            raise StopIteration  # Lightning's loop over batches ends with it
         self._count += 1
         for name, value in outputs.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.detach()
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, _pl_module: pl.LightningModule) -> None:
         """One row."""
-        if not self._count or trainer.sanity_checking:
+        if not self._count or trainer.sanity_checking or self._watch.broke_off:
             return
         means = self._means(trainer)
         if trainer.is_global_zero:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from marey.config.schema import EmaConfig
+from marey.core.average import average_key as average_key
 from marey.core.errors import UserError
+from marey.training.local import local
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -38,17 +40,12 @@ def describe_rule(config: EmaConfig) -> str:
     return f"every {config.update_every} optimizer steps, {one}{start}; {config.dtype}"
 
 
-def average_key(checkpoint: Mapping[str, Any]) -> str | None:
-    """The key of a checkpoint's averaged weights, whatever ``ema.save_key`` says now; None: it has none."""
-    return next((key for key in checkpoint["marey"]["keys"] if key != "state_dict" and checkpoint.get(key)), None)
-
-
 class Ema:
     """The averaged copy of some top-level modules of ``module``: parameters and buffers, by state-dict name.
 
     Up to optimizer step ``start_step`` the copy equals the weights; after it, it follows them every
     ``update_every`` steps counted from there. Floating tensors are averaged in the configured dtype, integer
-    ones copied.
+    ones copied. The copy of a sharded tensor is sharded like it.
     """
 
     def __init__(self, module: nn.Module, config: EmaConfig) -> None:
@@ -77,16 +74,17 @@ class Ema:
 
     @torch.no_grad()
     def _move(self, module: nn.Module, *, decay: float) -> None:
-        source = self._source(module)
-        floating = [name for name, value in self.copy.items() if value.is_floating_point()]
-        ours = [self.copy[name] for name in floating]
+        source = {name: local(value) for name, value in self._source(module).items()}
+        copy = {name: local(value) for name, value in self.copy.items()}
+        floating = [name for name, value in copy.items() if value.is_floating_point()]
+        ours = [copy[name] for name in floating]
         theirs = [source[name].to(self._dtype) for name in floating]
         # ours + (theirs - ours) * (1 - decay); an exact copy where decay is 0
         if decay == 0.0:
             torch._foreach_copy_(ours, theirs)
         else:
             torch._foreach_lerp_(ours, theirs, 1.0 - decay)
-        for name, value in self.copy.items():
+        for name, value in copy.items():
             if not value.is_floating_point():
                 value.copy_(source[name])
 

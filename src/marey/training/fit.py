@@ -26,8 +26,9 @@ from marey.training.batchplan import max_seconds
 from marey.training.checkpoint import CheckpointWriter, check_retention
 from marey.training.console import Console, Validation
 from marey.training.kinds.base import open_kind
-from marey.training.launched import launched_rank
+from marey.training.launched import launched_rank, started_by_launcher
 from marey.training.lightning_setup import (
+    SHARDED,
     build_trainer,
     quiet_lightning,
     refusals_in_words,
@@ -73,6 +74,9 @@ def fit(
     check_retention(config.checkpoint)
     loaders: list[MicroStepLoader] = []
     with quiet_lightning(), StopRequest(say) as stop, ExitStack() as held:
+        if stop.before_training and not started_by_launcher():
+            say("stopped on request before the first step; there is nothing to save")
+            return None
         if _rank() == 0:
             for line in take_folders(held, config, run_dir=run_dir, checkpoint_dir=checkpoint_dir):
                 say(f"note          {line}")
@@ -119,7 +123,7 @@ class _Run:
     ) -> None:
         self.run_dir, self.checkpoint_dir = run_dir, checkpoint_dir
         self.say, self.stop, self.loaders = say, stop, loaders
-        self.saves = saves(config)
+        self.saves, self.sharded = saves(config), config.trainer.strategy == SHARDED
         self.validates = config.trainer.limit_val_batches != 0 and not config.trainer.fast_dev_run
         _seed_libraries(config.seed)
         self.given = config
@@ -148,7 +152,7 @@ class _Run:
             every=config.trainer.log_every_n_steps,
             after_step=self.done_steps,
         )
-        averaging = Averaging(config.ema, watch=self.watch) if config.ema.enabled else None
+        averaging = Averaging(config.ema, watch=self.watch, sharded=self.sharded) if config.ema.enabled else None
         self.record = Record(
             self.kind,
             run_dir=run_dir,
@@ -160,7 +164,9 @@ class _Run:
             again=again,
             say=say,
         )
-        self.writer = CheckpointWriter(checkpoint_dir, config.checkpoint, watch=self.watch, record=self.record)
+        self.writer = CheckpointWriter(
+            checkpoint_dir, config.checkpoint, watch=self.watch, record=self.record, sharded=self.sharded
+        )
         if self.start is not None:
             self._restore(self.start)
         self.trainer = self._trainer(averaging)
@@ -244,7 +250,16 @@ class _Run:
             loader.say = self.say
         train_loader, val_loader = (*self.loaders, None)[:2]
         assert train_loader is not None
-        return TrainingModule(self.kind.objective(), kind=self.kind, train_loader=train_loader, val_loader=val_loader)
+        return self._module_class()(
+            self.kind.objective(), kind=self.kind, train_loader=train_loader, val_loader=val_loader
+        )
+
+    def _module_class(self) -> type[TrainingModule]:
+        if not self.sharded:
+            return TrainingModule
+        from marey.training.sharded import ShardedModule  # deferred: other runs need none of what it imports
+
+        return ShardedModule
 
     def _trainer(self, averaging: Averaging | None) -> pl.Trainer:
         config = self.config
@@ -259,7 +274,16 @@ class _Run:
             path = self.run_dir / "validation.csv"
             start = self.start
             due = start.epoch if start is not None and start.state.get("validation_due") else None
-            callbacks.append(Validation(path, columns, say=self.say, done_steps=self.done_steps, due_in_epoch=due))
+            callbacks.append(
+                Validation(
+                    path,
+                    columns,
+                    watch=self.watch,
+                    say=self.say,
+                    done_steps=self.done_steps,
+                    due_in_epoch=due,
+                )
+            )
         if self.saves:
             callbacks.append(self.writer)
         trainer = build_trainer(

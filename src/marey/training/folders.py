@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import secrets
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +15,10 @@ from marey.core.files import leftovers
 
 SUFFIX = ".ckpt"
 LAST = f"last{SUFFIX}"
+MARKER = "complete.json"
+"""Completes a checkpoint that is a folder (of a sharded run), with the SHA-256 of its other files."""
+VALUES = "values.pt"
+"""In such a folder, everything but the shards."""
 _FIELD = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
 
 
@@ -65,16 +72,58 @@ def clean(folders: Iterable[Path]) -> str | None:
 
     Call it while the folders are locked: a temporary file there then belongs to nobody.
     """
-    found = [path for folder in dict.fromkeys(folders) for path in leftovers(folder)]
+    found = [path for folder in dict.fromkeys(folders) for path in sorted({*leftovers(folder), *_unfinished(folder)})]
     if not found:
         return None
     size = 0
     for path in found:
-        size += path.stat().st_size
-        path.unlink()
+        size += 0 if path.is_symlink() else size_of(path)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     names = ", ".join(path.name for path in found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
     files = "1 file" if len(found) == 1 else f"{len(found)} files"
     return f"removed {files} ({size / 1e6:.1f} MB) that an interrupted write left: {names}"
+
+
+def temporary_beside(path: Path, tag: str | None = None) -> Path:
+    """The name that a folder has until it is complete, or while it goes."""
+    return path.with_name(f".{path.name}.{tag or secrets.token_hex(4)}.tmp")
+
+
+def _unfinished(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.glob(f".*{SUFFIX}.*.tmp") if path.is_dir() or path.is_symlink())
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint, file or folder; one that is gone already is no error."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+        return
+    # Half removed it would look like a damaged checkpoint: it loses its name first.
+    going = temporary_beside(path)
+    path.rename(going)
+    shutil.rmtree(going)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a checkpoint, file or folder."""
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.iterdir())
+    return path.stat().st_size
+
+
+def listed_hash(path: Path) -> str | None:
+    """SHA-256 over what the completion marker of a folder lists, unchecked; None where there is no marker."""
+    try:
+        files = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
+        lines = "".join(f"{name} {facts['sha256']}\n" for name, facts in sorted(files.items()))
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from marey.batching.transport import LatentBatch
-from marey.config.causal import VideoModelConfig
+from marey.config.causal import ProgramConfig, VideoModelConfig
 from marey.latents.dataset import Replacement
 from marey.sampling.exposure import Appearance, ExposureLog, cut_spans
-from marey.sampling.planner import MicrobatchPlanner, PlannedBatch
+from marey.sampling.planner import Ints, MicrobatchPlanner, PlannedBatch
+from marey.sampling.video_tokens import frames_seen
 from marey.training.latent_ledger import LatentLedger
 
 
@@ -22,13 +25,17 @@ class Measured(NamedTuple):
     """(source, clip) of what could not be read."""
     stand_ins: list[list[int]]
     """(source, row that could not be read, row of the same source that stands in for it)"""
+    rows: Ints
+    """int64 ``[b]``: rows of the clips that were read."""
+    starts: Ints
+    """int64 ``[b]``: the frame that each window was read from."""
 
 
 class Exposure:
     """Measures micro-steps; between :meth:`start` and the end of a run it keeps the log of this rank."""
 
-    def __init__(self, planner: MicrobatchPlanner, model: VideoModelConfig) -> None:
-        self._planner, self._model = planner, model
+    def __init__(self, planner: MicrobatchPlanner, model: VideoModelConfig, program: ProgramConfig) -> None:
+        self._planner, self._model, self._program = planner, model, program
         self._sources = planner.windows.sources
         self._log: ExposureLog | None = None
         self._rank = 0
@@ -52,20 +59,29 @@ class Exposure:
             used = self._row(source, item.used.clip_id)
             stand_ins.append([source, rows[b], used])
             rows[b] = used
+        in_model = frames_seen(self._program, np.asarray(batch.lengths, dtype=np.int64) // model.patch_t)
         seen = [
             Appearance(
                 source=identity.source,
                 clip_id=identity.clip_id,
                 frames=frames,
-                tokens=frames // model.patch_t * per_frame,
+                tokens=int(seen_frames) * per_frame,
                 seconds=self._seconds(int(planned.source[b]), rows[b], frames),
                 supervised=supervised[b] * channels * height * width,
                 turn=int(planned.turn[b]),
                 repeat=int(planned.repeat[b]),
             )
-            for b, (identity, frames) in enumerate(zip(batch.identities, batch.lengths, strict=True))
+            for b, (identity, frames, seen_frames) in enumerate(
+                zip(batch.identities, batch.lengths, in_model, strict=True)
+            )
         ]
-        return Measured(seen, [(item.asked.source, item.asked.clip_id) for _, item in replaced], stand_ins)
+        return Measured(
+            seen,
+            [(item.asked.source, item.asked.clip_id) for _, item in replaced],
+            stand_ins,
+            np.asarray(rows, dtype=np.int64),
+            np.asarray([identity.start for identity in batch.identities], dtype=np.int64),
+        )
 
     def _row(self, source: int, clip_id: str) -> int:
         return int(self._sources[source].manifest.table.column("clip_id").index(clip_id).as_py())

@@ -41,9 +41,16 @@ class LatentLedger:
     """Counts over all ranks, saved with every checkpoint. ``own`` numbers precede the measured ones."""
 
     def __init__(
-        self, planner: MicrobatchPlanner, shares: Sequence[Fraction], *, own: int, per_epoch: int, fixed_epoch: bool
+        self,
+        planner: MicrobatchPlanner,
+        shares: Sequence[Fraction],
+        *,
+        own: int,
+        per_epoch: int,
+        fixed_epoch: bool,
+        walk: Walk,
     ) -> None:
-        self._planner, self._walk, self._shares, self._own = planner, Walk(planner), list(shares), own
+        self._planner, self._walk, self._shares, self._own = planner, walk, list(shares), own
         self._per_epoch, self._fixed_epoch = per_epoch, fixed_epoch
         self.micro_steps = 0
         self.optimizer_steps = 0

@@ -9,12 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from marey.config.causal import MODES, CausalConfig
+from marey.config.causal import DEMO, MODES, CausalConfig
+from marey.core.errors import UserError
+from marey.latents.codec_record import recorded_codec
+from marey.sampling.budget import check_shapes
 from marey.sampling.forecast import Forecast, forecast
-from marey.sampling.latent_stream import NamedManifest, read_sources, train_stream
+from marey.sampling.latent_stream import NamedManifest, Sources, read_sources, train_stream, validation_stream
 from marey.sampling.planner import MicrobatchPlanner
+from marey.sampling.stream import RequestStream
 from marey.training.batchplan import BatchPlan, latent_plan, resolve_devices
-from marey.training.latents import built_manifest, is_manifest, named_paths, with_manifests
+from marey.training.latents import built_manifest, check_streams, is_manifest, named_paths, with_manifests
 
 LOOKED_AT = 64
 """Micro-steps that a forecast looks at."""
@@ -32,8 +36,9 @@ class LatentCost(NamedTuple):
     attention_flops: float
 
 
-def latent_lines(config: CausalConfig) -> tuple[BatchPlan, list[str]]:
-    """The plan of a causal run's steps, and what is known of its data, batching and cost, in lines for people.
+def latent_lines(config: CausalConfig) -> tuple[BatchPlan, list[str], str | None]:
+    """The plan of a causal run's steps, what is known of its data, batching and cost, in lines for people, and why
+    training would refuse it (None: nothing is known against it).
 
     Raises:
         UserError: a manifest with a bad row, or data that cannot fill one optimizer step.
@@ -42,18 +47,20 @@ def latent_lines(config: CausalConfig) -> tuple[BatchPlan, list[str]]:
     missing = _not_here(config)
     if missing:
         plan = latent_plan(config, draws=None, dropped=0, micro_steps=None, world_size=world)
-        return plan, [f"data             {missing}"]
-    sources = read_sources(_as_manifests(config).data).train
+        return plan, [f"data             {missing}"], None
+    both = read_sources(_as_manifests(config).data, validates=_validates(config))
+    sources = both.train
     stream, shares = train_stream(config, sources, world=world)
     planner = stream.planner
     pt = config.model.patch_t
     multiple = config.data.batching.pad_to_multiple_of
-    found = forecast(planner, patch=config.model.patch, multiple=multiple, steps=LOOKED_AT)
+    found = forecast(planner, program=config.program, patch=config.model.patch, multiple=multiple, steps=LOOKED_AT)
     counts = found.counts
     plan = latent_plan(
         config, draws=counts.drawn, dropped=counts.dropped, micro_steps=counts.micro_steps, world_size=world
     )
-    cost = _cost(config, found, channels=config.model.channels or _channels(sources), pt=pt)
+    channels, problem = _looked_into(config, both, stream, world=world)
+    cost = _cost(config, found, channels=config.model.channels or channels or UNKNOWN_CHANNELS, pt=pt)
     lines = [
         *(_source_line(source, planner, i) for i, source in enumerate(sources)),
         "",
@@ -65,14 +72,45 @@ def latent_lines(config: CausalConfig) -> tuple[BatchPlan, list[str]]:
         *_exposure_lines(planner, plan, found, [float(share) for share in shares]),
         "",
         f"tokens           {cost.tokens * plan.accumulate:,.0f} video tokens seen per optimizer step on all ranks "
-        f"({found.tokens * plan.accumulate:,.0f} of them valid)",
+        f"({found.tokens / pt * plan.accumulate:,.0f} of them valid)",
         f"compute          {cost.flops * plan.accumulate / 1e12:,.3g} TFLOP per optimizer step on all ranks (matrix "
         f"products, forward and backward), {cost.attention_flops / cost.flops:.1%} of it attention",
     ]
     if plan.total_steps is not None:
         whole = cost.flops * plan.accumulate * plan.total_steps
         lines.append(f"                 {whole / 1e18:,.3g} EFLOP for the whole run")
-    return plan, lines
+    return plan, lines, problem
+
+
+def _looked_into(
+    config: CausalConfig, sources: Sources, train: RequestStream, *, world: int
+) -> tuple[int | None, str | None]:
+    """Latent channels (None: not known), and the first thing that training would refuse."""
+    channels = None
+    try:
+        validates = _validates(config)
+        val = validation_stream(config, sources.val, world=world) if validates else None
+        check_streams(config, train, val)
+        strict = config.data.batching.mode == "strict"
+        check_shapes(train.planner, strict=strict, key="data.train_batch_size", first=LOOKED_AT)
+        recorded_codec(next(source for source in sources.train if len(source.manifest)).manifest.path.parent)
+        drawn = [source for source in sources.train if source.weight > 0]
+        for source in [*drawn, *(sources.val if validates else [])]:
+            found = _channels(source) if len(source.manifest) else None
+            wanted = config.model.channels or channels
+            if found is not None and wanted is not None and found != wanted:
+                raise UserError(
+                    f"{source.name} has latents of {found} channels, not {wanted}; encode all sources with one codec, "
+                    "and set model.channels to null or to theirs"
+                )
+            channels = channels or found
+    except UserError as error:
+        return channels, str(error)
+    return channels, None
+
+
+def _validates(config: CausalConfig) -> bool:
+    return config.trainer.limit_val_batches != 0 and not config.trainer.fast_dev_run
 
 
 def _not_here(config: CausalConfig) -> str | None:
@@ -82,7 +120,7 @@ def _not_here(config: CausalConfig) -> str | None:
             manifest = built_manifest(path, config.data)
             if manifest is not None and manifest.is_file():
                 continue
-            if path.startswith("demo:"):
+            if path.startswith(DEMO):
                 return f"{path}: the embedded set, made and encoded on first use; buckets are known after that"
             if is_manifest(path):
                 return f"nothing at {key}={path} here; buckets and steps are not known"
@@ -136,7 +174,9 @@ def _padding_lines(config: CausalConfig, sources: Sequence[NamedManifest], *, wo
             data = config.data.model_copy(update={"batching": batching})
             stream, _ = train_stream(config.model_copy(update={"data": data}), sources, world=world)
             multiple = batching.pad_to_multiple_of
-            found = forecast(stream.planner, patch=config.model.patch, multiple=multiple, steps=LOOKED_AT)
+            found = forecast(
+                stream.planner, program=config.program, patch=config.model.patch, multiple=multiple, steps=LOOKED_AT
+            )
         used = found.pairs / found.pairs_padded if found.pairs_padded else 1.0
         shares[other] = f"{found.padding_share:.1%} padding, {used:.1%} of attention useful"
     equal = own.tokens == own.tokens_padded
@@ -171,12 +211,18 @@ def _step_lines(plan: BatchPlan, found: Forecast) -> list[str]:
 
 
 def _exposure_lines(planner: MicrobatchPlanner, plan: BatchPlan, found: Forecast, shares: Sequence[float]) -> list[str]:
+    """Samples by source: by the plan itself where all of an epoch was looked at, else by the shares asked for."""
     lines = []
+    whole = found.steps_seen == found.counts.micro_steps
     for name, size, asked in zip(planner.windows.names, planner.windows.sizes, shares, strict=True):
         seen = ""
         if plan.total_steps is not None and size:
-            samples = plan.total_steps * plan.effective_batch * asked
-            seen = f", {samples:,.0f} samples in all, each window {samples / size:,.2f} times"
+            total = plan.total_steps * plan.effective_batch
+            samples, tail = total * (found.draws[name] if whole else asked), total * found.tail[name]
+            seen = (
+                f", {samples:,.0f} samples in all, each window {samples / size:,.2f} times "
+                f"({max(0.0, samples - tail - size):,.0f} repeats, {tail:,.0f} tail repeats)"
+            )
         lines.append(
             f"  exposure       {name}: {asked:.1%} of the draws asked, {found.draws[name]:.1%} looked at{seen}"
         )
@@ -195,19 +241,33 @@ def _cost(config: CausalConfig, found: Forecast, *, channels: int, pt: int) -> L
     return LatentCost(tokens=tokens, flops=3 * (linear + attention), attention_flops=3 * attention)
 
 
-def _channels(sources: Sequence[NamedManifest]) -> int:
-    """Channels of the first clip, from its file's header (``UNKNOWN_CHANNELS`` where only torch could read it)."""
-    source = next(source for source in sources if len(source.manifest))
+def _channels(source: NamedManifest) -> int | None:
+    """Channels of the first clip, from its file's header (None where only torch could read it).
+
+    Raises UserError for a header that nobody could read.
+    """
     clip = source.manifest.clip(0)
-    path = Path(clip.path)
-    shape: Sequence[int] = ()
-    if path.suffix == ".npy" and path.is_file():
-        shape = np.load(path, mmap_mode="r").shape
-    elif path.suffix == ".safetensors" and path.is_file():
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        shape = next(entry["shape"] for name, entry in header.items() if name != "__metadata__")
+    try:
+        shape = _shape(Path(clip.path))
+    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
+        raise UserError(
+            f"clip {source.name}/{clip.clip_id} ({clip.path}): its header cannot be read ({type(error).__name__}); "
+            "encode the clip again or take its row out of the manifest"
+        ) from error
     if len(shape) != 4:
-        return UNKNOWN_CHANNELS
+        return None
     return int(shape[0] if shape[1] == clip.length_frames and source.layout != "THWC" else shape[-1])
+
+
+def _shape(path: Path) -> Sequence[int]:
+    """The shape that a file's header tells; nothing for a file that only torch reads."""
+    if path.suffix == ".npy" and path.is_file():
+        return tuple(np.load(path, mmap_mode="r").shape)
+    if path.suffix != ".safetensors" or not path.is_file():
+        return ()
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError(f"it promises {size} bytes")
+        header = json.loads(file.read(size))
+    return tuple(next(entry["shape"] for name, entry in header.items() if name != "__metadata__"))

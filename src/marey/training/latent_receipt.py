@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -10,11 +9,21 @@ from typing import Any
 
 from marey.config.causal import CausalConfig, LatentDataConfig
 from marey.core.files import sha256
-from marey.sampling.latent_stream import NamedManifest
+from marey.latents.codec_record import recorded_codec
+from marey.latents.encode import SKIPPED, skipped_clips
+from marey.sampling.budget import canvases_of
+from marey.sampling.latent_stream import NamedManifest, validated_counts
 from marey.sampling.planner import EpochCounts, MicrobatchPlanner
+from marey.sampling.stream import RequestStream
 from marey.training.batchplan import BatchPlan
 from marey.training.ema import describe_rule
-from marey.training.latents import CODEC, Streams, named_paths
+from marey.training.latents import Streams, named_paths
+
+
+def validation_facts(sources: Sequence[NamedManifest], stream: RequestStream) -> list[dict[str, Any]]:
+    """One entry a source of the validation side; ``validated_windows``: those that every validation looks at."""
+    facts = source_facts(sources, stream.planner, None)
+    return [{**fact, "validated_windows": taken} for fact, taken in zip(facts, validated_counts(stream), strict=True)]
 
 
 def source_facts(
@@ -62,6 +71,12 @@ def opening_lines(
             f"data          {source.name}: {len(source.manifest):,} clips{unusable}, {len(table):,} windows, "
             f"{float(share):.1%} of the draws ({source.manifest.path})"
         )
+        left_out = skipped_clips(source.manifest.path)
+        if left_out:
+            yield (
+                f"              clips left out when it was encoded: {len(left_out):,}, the first {left_out[0][0]}: "
+                f"{left_out[0][1]} ({source.manifest.path.parent / SKIPPED} lists them)"
+            )
         if source.manifest.ignored_columns:
             yield f"              ignored columns: {', '.join(source.manifest.ignored_columns)}"
     total = "until it is stopped" if plan.total_steps is None else f"{plan.total_steps:,} in all"
@@ -77,6 +92,11 @@ def opening_lines(
         f"{config.loss.normalize_over}; noise {config.noise}"
     )
     yield f"average       {describe_rule(config.ema)}"
+    if streams.val is not None:
+        taken, tables = validated_counts(streams.val), streams.val.planner.windows.sources
+        sides = [f"{table.name} {n:,} of {len(table):,}" for table, n in zip(tables, taken, strict=True)]
+        number = "1 window" if sum(taken) == 1 else f"{sum(taken):,} windows"
+        yield f"validation    {number}, the same each time: {', '.join(sides)}"
     if validates and validates_on_training_data(config.data):
         yield (
             "warning       validation looks at the training data: its loss is no measure of generalisation "
@@ -125,15 +145,15 @@ def latent_preprocessing(config: CausalConfig, sources: Sequence[NamedManifest],
     """Which latents and texts the weights understand. Plain values.
 
     ``codec.fingerprint`` is what the first clip's file says (null where it says nothing); name and options are
-    those recorded beside the manifest, null for latents made elsewhere.
+    those recorded beside the manifest, null for latents made elsewhere. Raises UserError for a record that cannot be
+    read.
     """
     from marey.latents.sidecar import sidecar_metadata
 
     first = next(source for source in sources if len(source.manifest))
     clip = first.manifest.clip(0)
     said = sidecar_metadata(Path(clip.path)) or {}
-    record = first.manifest.path.parent / CODEC
-    codec = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
+    name, options = recorded_codec(first.manifest.path.parent) or (None, None)
     fps = first.manifest.fps
     return {
         "format": 1,
@@ -142,8 +162,8 @@ def latent_preprocessing(config: CausalConfig, sources: Sequence[NamedManifest],
         "canvas": None if clip.height is None else [clip.height, clip.width],
         "rate": None if fps is None else float(fps[0]),
         "codec": {
-            "name": codec.get("name"),
-            "options": codec.get("options"),
+            "name": name,
+            "options": options,
             "fingerprint": said.get("codec"),
         },
         "text": None
@@ -166,7 +186,7 @@ def partition_problem(config: CausalConfig, planner: MicrobatchPlanner, *, old_w
             (config.noise != "per_sample", "noise=per_sample"),
             (config.loss.normalize_over != "step", "loss.normalize_over=step"),
             (config.data.batching.mode == "bucket", "a data.batching.mode other than bucket"),
-            (planner.shape_grouping and _canvases(planner) > 1, "one canvas"),
+            (planner.shape_grouping and len(canvases_of(planner)) > 1, "one canvas"),
         )
         if there
     ]
@@ -176,12 +196,3 @@ def partition_problem(config: CausalConfig, planner: MicrobatchPlanner, *, old_w
         f"it was written by {old_world} ranks and continues on {world}, which needs {', '.join(reasons)}; continue on "
         f"{old_world} ranks, or start from its weights with resume.weights_only=true"
     )
-
-
-def _canvases(planner: MicrobatchPlanner) -> int:
-    """Canvases of the sources that are drawn from."""
-    found: set[tuple[int, int]] = set()
-    for manifest in (source.manifest for source in planner.windows.sources):
-        if manifest.height is not None and manifest.width is not None:
-            found |= set(zip(manifest.height.tolist(), manifest.width.tolist(), strict=True))
-    return len(found)

@@ -7,14 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from marey.config.causal import LatentDataConfig
-from marey.core.files import cache_dir, write_json
+from marey.config.causal import DEMO, LatentDataConfig
+from marey.core.errors import UserError
+from marey.core.files import cache_dir
+from marey.latents.codec_record import record_codec, recorded_codec
 from marey.latents.codecs import Codec, build_codec
 from marey.latents.encode import MANIFEST, STATE, encode
+from marey.latents.text import label_text
 from marey.pixels.digits import demo_captions, demo_source
 from marey.pixels.open import open_source
 from marey.pixels.shrunk import Shrunk
-from marey.training.latents import CODEC, DEMO, DEMO_SIDE, demo_latents, encoding_name
+from marey.training.latents import DEMO_SIDE, demo_latents, encoding_name
 
 
 def encoded(path: str, data: LatentDataConfig) -> Path:
@@ -40,17 +43,20 @@ def encoded(path: str, data: LatentDataConfig) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _complete(folder, codec):
             encode(source, folder, codec, texts=texts)
-            record = {"format": 1, "name": data.codec.name, "options": dict(data.codec.options or {})}
-            write_json(folder / CODEC, record)
+            record_codec(folder, data.codec.name, data.codec.options or {})
     return folder / MANIFEST
 
 
 def _complete(folder: Path, codec: Codec) -> bool:
     """Whether every file is there and of this codec; they are written after the latents."""
-    if not all((folder / name).is_file() for name in (MANIFEST, STATE, CODEC)):
+    if not all((folder / name).is_file() for name in (MANIFEST, STATE)):
         return False
-    state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    return bool(state.get("fingerprint") == codec.fingerprint)
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        recorded = recorded_codec(folder)
+    except (ValueError, UserError):
+        return False  # encoding again says what is wrong with it, or writes it anew
+    return recorded is not None and bool(state.get("fingerprint") == codec.fingerprint)
 
 
 def _texts(source: Any) -> list[str | None] | None:
@@ -59,4 +65,4 @@ def _texts(source: Any) -> list[str | None] | None:
     if labels is None:
         return None
     names = getattr(source, "label_names", None)
-    return [None if label < 0 else names[label] if names else str(label) for label in labels.tolist()]
+    return [label_text(label, names) for label in labels.tolist()]

@@ -11,20 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from marey.config.causal import CausalConfig, LatentDataConfig, LatentSourceConfig
+from marey.config.causal import DEMO, CausalConfig, LatentDataConfig, LatentSourceConfig
 from marey.core.errors import UserError
+from marey.latents.manifest import MANIFESTS
 from marey.latents.requests import WindowRequest
-from marey.sampling.budget import check_budget
+from marey.sampling.budget import check_budget, check_shapes
 from marey.sampling.latent_stream import NamedManifest, Sources, read_sources, train_stream, validation_stream
 from marey.sampling.planner import MicrobatchPlanner
 from marey.sampling.stream import RequestStream
 
-DEMO = "demo:"
-MANIFESTS = (".csv", ".parquet", ".pq")
 DEMO_SIDE = 32
 """Pixels of the demo's frames before they are encoded: small enough to train on in minutes without a GPU."""
-CODEC = "codec.json"
-"""Beside a manifest that was encoded here: the codec's name and options."""
 PRELOADED = ("marey.training.latent_batch", "marey.latents.dataset")
 """What a worker that reads latents imports."""
 
@@ -108,20 +105,35 @@ def open_streams(config: CausalConfig, *, world: int, validates: bool) -> Stream
     """Read every manifest and plan; ``config.data`` names manifests alone (see :func:`resolve_data`).
 
     Raises:
-        UserError: a bad row, a source that gives nothing, too little for one optimizer step, a window beyond the
-            token budget.
+        UserError: a bad row, a source that gives nothing, too little for one optimizer step, and what
+            :func:`check_streams` refuses.
     """
-    sources = read_sources(config.data)
+    sources = read_sources(config.data, validates=validates)
     train, shares = train_stream(config, sources.train, world=world)
     counting, _ = train_stream(config, sources.train, world=world)
     val = validation_stream(config, sources.val, world=world) if validates else None
-    if config.data.batching.max_tokens is not None:
-        check_budget(train.planner, max_tokens=config.data.batching.max_tokens, patch=config.model.patch)
+    check_streams(config, train, val)
     return Streams(sources, train, counting.planner, shares, val)
 
 
+def check_streams(config: CausalConfig, train: RequestStream, val: RequestStream | None) -> None:
+    """Refuse what no forward pass could hold. Raises UserError: a window beyond the token budget; held-out windows
+    that cannot share a batch.
+    """
+    batching, patch = config.data.batching, config.model.patch
+    if batching.max_tokens is not None:
+        for stream in (train, val):
+            if stream is not None:
+                check_budget(stream.planner, max_tokens=batching.max_tokens, patch=patch)
+    if val is not None:
+        check_shapes(val.planner, strict=batching.mode == "strict", key="data.val_batch_size")
+
+
 class Walk:
-    """Micro-steps counted through all epochs of the data, whose lengths may differ where canvases are grouped."""
+    """Micro-steps counted through all epochs of the data, whose lengths may differ where canvases are grouped.
+
+    A run has one: where canvases are grouped, the first look at an epoch plans every epoch before it.
+    """
 
     def __init__(self, planner: MicrobatchPlanner) -> None:
         self._planner = planner
@@ -140,22 +152,24 @@ class Walk:
     def ends_epoch(self, micro_step: int) -> bool:
         """Whether this micro-step is the last of its epoch."""
         epoch, place = self.at(micro_step)
-        return place + 1 == self._planner.micro_steps(epoch)
+        if self._equal is not None:
+            return place + 1 == self._equal
+        return micro_step + 1 == self._ends[epoch]
 
 
 class LatentSteps:
     """Requests, micro-step by micro-step. ``per_epoch`` micro-steps are an epoch of the training loop.
 
     The loop's epochs go on where the one before stopped, so they are the data's own where those are of equal
-    length. ``fixed_epoch`` repeats the first one.
+    length. ``fixed_epoch`` repeats the first one. ``walk``: the run's own (None: one of this stream).
     """
 
     chunks = 1
     batch_key = "data.train_batch_size"
 
-    def __init__(self, stream: RequestStream, *, per_epoch: int, fixed_epoch: bool) -> None:
+    def __init__(self, stream: RequestStream, *, per_epoch: int, fixed_epoch: bool, walk: Walk | None = None) -> None:
         self._stream, self._per_epoch, self._fixed_epoch = stream, per_epoch, fixed_epoch
-        self._walk = Walk(stream.planner)
+        self._walk = Walk(stream.planner) if walk is None else walk
 
     def overall(self, epoch: int, micro_step: int) -> int:
         """The micro-step as counted through all epochs of the data."""
@@ -164,7 +178,12 @@ class LatentSteps:
     def requests(self, epoch: int, micro_step: int, rank: int) -> list[list[WindowRequest]]:
         """One microbatch. A rank without a sample (the end of a validation) gets one that will count nothing."""
         asked = self._stream.requests(*self._walk.at(self.overall(epoch, micro_step)), rank)
-        return [asked or self._stream.requests(0, 0, 0)[:1]]
+        return [asked or [self._any_request()]]
+
+    def _any_request(self) -> WindowRequest:
+        """The first one of the first micro-step, whichever rank has it: fewer windows than ranks leave some without."""
+        ranks = range(self._stream.planner.world)
+        return next(request for rank in ranks for request in self._stream.requests(0, 0, rank))
 
     def files(self, epoch: int, micro_step: int, rank: int, chunk: int) -> list[str]:
         """The latent files of a microbatch."""
@@ -198,28 +217,36 @@ def text_encoder(config: CausalConfig) -> Any:
     """What turns texts into conditioning tokens; None where the run has none."""
     if config.data.text_conditioning == "disabled":
         return None
-    from marey.latents.text import HashingTextEncoder, PrecomputedText
+    from marey.latents.text import configured_encoder
 
-    text = config.data.text
-    if text.index is None:
-        return HashingTextEncoder(width=text.width, token_limit=text.token_limit)
-    return PrecomputedText(text.index, encoder=text.encoder, token_limit=text.token_limit)
+    return configured_encoder(config.data.text)
 
 
 def latent_channels(config: CausalConfig, sources: Sequence[NamedManifest]) -> int:
-    """Channels of the first clip; ``model.channels``, where given, must agree.
+    """Channels of the first clip of each of ``sources``; ``model.channels``, where given, must agree.
 
     Raises:
-        UserError: they do not.
+        UserError: they do not, or one of these clips cannot be read.
     """
     from marey.latents.sidecar import read_shape
 
-    first = next(source for source in sources if len(source.manifest))
-    clip = first.manifest.clip(0)
-    found = read_shape(clip.path, clip=f"{first.name}/{clip.clip_id}", layout=first.layout)[0]
-    if config.model.channels not in (None, found):
-        raise UserError(
-            f"model.channels={config.model.channels} and {first.name}/{clip.clip_id} has {found}; set "
-            "model.channels to null, or give the latents that it was meant for"
-        )
-    return found
+    channels, of = config.model.channels, ""
+    for source in sources:
+        if not len(source.manifest):
+            continue
+        clip = source.manifest.clip(0)
+        name = f"{source.name}/{clip.clip_id}"
+        found = read_shape(clip.path, clip=name, layout=source.layout)[0]
+        if channels is not None and found != channels:
+            if not of:
+                raise UserError(
+                    f"model.channels={channels} and {name} has {found}; set model.channels to null, or give the "
+                    "latents that it was meant for"
+                )
+            raise UserError(
+                f"{of} has {channels} channels and {name} has {found}; encode all sources with one codec, or declare "
+                "the source's layout if it is not CTHW"
+            )
+        channels, of = found, name
+    assert channels is not None, "no source has a clip"
+    return channels

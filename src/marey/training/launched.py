@@ -17,6 +17,18 @@ OTHER_VARIABLES = (
 )
 
 
+def started_by_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether something other than this process starts the run's other ranks, or started this one."""
+    return any(environment.get(name) for name in ("RANK", *OTHER_VARIABLES))
+
+
+def launched_apart(environment: Mapping[str, str] = os.environ) -> int:
+    """How many processes torchrun or srun started for this run, each of which composes it by itself; 1 for none."""
+    if "RANK" in environment:
+        return int(environment.get("WORLD_SIZE", "1"))
+    return int(environment.get("SLURM_STEP_NUM_TASKS", "1")) if "SLURM_PROCID" in environment else 1
+
+
 def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
     """0 in the one process that speaks, refuses and writes for the run; above 0 in every other.
 

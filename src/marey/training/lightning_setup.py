@@ -15,6 +15,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from marey.config.schema import TrainerConfig
@@ -22,7 +23,8 @@ from marey.core.errors import UserError
 from marey.training.checkpoint import AtomicCheckpointIO
 
 CALLBACK_GROUP = "lightning.pytorch.callbacks_factory"
-STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
+SHARDED = "fsdp2"
+STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", SHARDED)
 # Ours to decide: what we compute ourselves, or what this program's promises fix.
 OURS = frozenset(
     {
@@ -86,6 +88,11 @@ def build_trainer(
     arguments: dict[str, Any] = {name: value for name, value in config.model_dump().items() if name not in OURS}
     if not callbacks_save(callbacks):
         arguments["enable_checkpointing"] = False
+    plugins = _plugins()
+    if config.strategy == SHARDED and str(config.precision) in ("64", "64-true"):
+        # Lightning's list of precisions for this strategy lacks it; as a plugin it is taken.
+        arguments["precision"] = None
+        plugins.append(DoublePrecision())
     with refusals_in_words(ValueError, TypeError, ImportError):
         return pl.Trainer(
             **arguments,
@@ -101,7 +108,7 @@ def build_trainer(
             overfit_batches=0.0,
             callbacks=list(callbacks),
             logger=list(loggers) or False,
-            plugins=_plugins(),
+            plugins=plugins,
             enable_progress_bar=False,
             enable_model_summary=bool(config.enable_model_summary),
             default_root_dir=config.default_root_dir or run_dir,
@@ -125,9 +132,21 @@ def _plugins() -> list[Any]:
 def _strategy(config: TrainerConfig, world_size: int) -> str | Strategy:
     if config.strategy not in STRATEGIES:
         raise UserError(
-            f"trainer.strategy={config.strategy} is not supported for this objective; "
-            f"choose one of {', '.join(STRATEGIES)}"
+            f"trainer.strategy={config.strategy} is not supported; "
+            + (
+                f"sharding is trainer.strategy={SHARDED} here"
+                if config.strategy.startswith("fsdp")
+                else f"choose one of {', '.join(STRATEGIES)}"
+            )
         )
+    if config.strategy == SHARDED:
+        if world_size == 1:
+            raise UserError(
+                f"trainer.strategy={SHARDED} shards a model over ranks and this run has one; set trainer.strategy=auto"
+            )
+        from marey.training.sharded import ShardedStrategy  # deferred: other runs need none of what it imports
+
+        return ShardedStrategy(world_size=world_size)
     if config.strategy == "auto" and world_size == 1:
         return "auto"
     # Running statistics are averaged over ranks by the projector itself: broadcasting rank 0's would undo that.

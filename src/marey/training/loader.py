@@ -7,14 +7,18 @@ lives in a worker, so starting in the middle of an epoch costs no more than star
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset
 
+from marey.core import now
 from marey.core.errors import UserError
 from marey.training.workers import init_worker, worker_context
 
@@ -132,6 +136,8 @@ class MicroStepLoader:
         self._next = (0, 0)
         self._stream: Iterator[Any] | None = None
         self._stuck = False
+        self._notes: tempfile.TemporaryDirectory[str] | None = None
+        """Where workers tell what they are reading."""
 
     def __len__(self) -> int:
         """Micro-steps of one epoch."""
@@ -182,11 +188,15 @@ class MicroStepLoader:
             timeout=POLL_S if workers else 0,
             pin_memory=self._pin_memory,
             multiprocessing_context=worker_context(self._preload) if workers else None,
-            worker_init_fn=init_worker if workers else None,
+            worker_init_fn=self._worker_start() if workers else None,
         )
         # Workers ignore SIGTERM, which is how multiprocessing ends what is left at exit: end them before that.
         atexit.register(self.close)
         return iter(loader)
+
+    def _worker_start(self) -> Callable[[int], None]:
+        self._notes = tempfile.TemporaryDirectory(prefix="marey-reading-", ignore_cleanup_errors=True)
+        return functools.partial(init_worker, notes=Path(self._notes.name))
 
     def _chunks(self, micro_step: int) -> list[Any]:
         """All chunks of the micro-step at ``self._next``, whatever happens to the workers meanwhile."""
@@ -230,8 +240,7 @@ class MicroStepLoader:
                     self._stuck = True
                     raise UserError(
                         f"no clips came for loader.timeout={limit} seconds while reading "
-                        f"{self._reading(micro_step, chunk)}; look at these files and their disk, or raise "
-                        "loader.timeout"
+                        f"{self._reading(micro_step, chunk)}; look there and at the disk, or raise loader.timeout"
                     ) from error
 
     def _died(self, micro_step: int, chunk: int, how: str) -> _WorkerDiedError:
@@ -247,9 +256,22 @@ class MicroStepLoader:
         return False
 
     def _reading(self, micro_step: int, chunk: int) -> str:
+        """What the worker at fault is reading; where it does not tell, all that it may be."""
+        if self._notes is not None:
+            folder = Path(self._notes.name)
+            told = [name for worker in self._at_fault() if (name := now.told(folder / str(worker))) is not None]
+            if told:
+                return " and ".join(dict.fromkeys(told))
         files = list(dict.fromkeys(self.steps.files(self._next[0], micro_step, self.rank, chunk)))
-        more = f" and {len(files) - NAMED_FILES} more" if len(files) > NAMED_FILES else ""
-        return ", ".join(files[:NAMED_FILES]) + more
+        if len(files) > NAMED_FILES:
+            files = [*files[:NAMED_FILES], f"one of {len(files) - NAMED_FILES} more"]
+        return " or ".join(filter(None, [", ".join(files[:-1]), files[-1]]))
+
+    def _at_fault(self) -> list[int]:
+        """Numbers of the workers that have died, else of the one whose list is due."""
+        stream: Any = self._stream
+        dead = [number for number, worker in enumerate(stream._workers) if not worker.is_alive()]
+        return dead or [stream._task_info[stream._rcvd_idx][0]]
 
     def close(self, *, by_force: bool = False) -> None:
         """End the workers, ``by_force`` without asking them first. Iterating again starts new ones."""
@@ -268,6 +290,9 @@ class MicroStepLoader:
         for worker in workers:
             if worker.is_alive():
                 worker.kill()
+        if self._notes is not None:
+            self._notes.cleanup()
+            self._notes = None
 
 
 def ignored_settings(config: LoaderSettings) -> list[str]:

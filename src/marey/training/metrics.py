@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 
 from marey.core.files import file_named, write_text
 from marey.training.kinds.base import Consumed, Kind
+from marey.training.module import TrainingModule
 from marey.training.watch import StepReport, Watch
 
 COLUMNS = (
@@ -121,7 +122,7 @@ class MetricsCallback(pl.Callback):
     def on_train_batch_end(
         self,
         trainer: pl.Trainer,
-        _pl_module: pl.LightningModule,
+        pl_module: pl.LightningModule,
         _outputs: Any,
         _batch: Any,
         batch_idx: int,
@@ -135,8 +136,13 @@ class MetricsCallback(pl.Callback):
         regular = report.step % self._every == 0 or report.step == 1
         if not regular and self._watch.ending is None:
             return
+        assert isinstance(pl_module, TrainingModule)
+        looked: dict[str, float] = {}
+        if regular:
+            # On every rank: where weights are sharded, all must gather them.
+            looked = pl_module.with_weights(lambda: self._kind.look(pl_module.objective, step=report.step))
         if trainer.is_global_zero:
-            self.last_row = self._row(report)
+            self.last_row = {**self._row(report), **looked}
             self._file.append(self.last_row)
             numbers = {key: value for key, value in self.last_row.items() if value is not None and key != "step"}
             for logger in trainer.loggers:

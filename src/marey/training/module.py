@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -12,6 +13,8 @@ from marey.training.kinds.base import Kind, MicroStepRecord
 from marey.training.loader import MicroStepLoader
 from marey.training.optimizer import build_adamw
 from marey.training.schedule import lr_at, weight_decay_at
+
+T = TypeVar("T")
 
 
 class TrainingModule(pl.LightningModule):
@@ -77,6 +80,10 @@ class TrainingModule(pl.LightningModule):
 
     def _forward(self, batch: Any, *, micro_step: int) -> Any:
         return self.objective.forward_train_batch(self.kind.payload(batch), micro_step=micro_step)  # type: ignore[operator]
+
+    def with_weights(self, look: Callable[[], T]) -> T:
+        """``look()``, which calls the objective outside of a step and wants no gradient. All ranks call it together."""
+        return look()
 
     def take_window(self) -> list[MicroStepRecord]:
         """The micro-steps since the last call: those that one optimizer step is made of."""

@@ -59,10 +59,11 @@ def plan_text(
     if isinstance(config, CausalConfig):
         from marey.training.latent_plan import latent_lines
 
-        plan, body = latent_lines(config)
+        plan, body, problem = latent_lines(config)
         data_lines: list[str] = []
     else:
         plan, data_lines, body = _encoder_lines(config)
+        problem = None
     lines = [
         f"recipe           {config.recipe.name}: {config.recipe.source}",
         f"  may claim      {config.recipe.claims}",
@@ -74,7 +75,7 @@ def plan_text(
         "",
         *body,
         "",
-        _machine_line(config),
+        _machine_line(config, problem),
         *_difference_lines(config, list(overrides)),
     ]
     return "\n".join(lines)
@@ -219,7 +220,10 @@ def _cost_lines(config: EncoderConfig, plan: BatchPlan, cost: StepCost) -> list[
     return lines
 
 
-def _machine_line(config: RunConfig) -> str:
+def _machine_line(config: RunConfig, problem: str | None) -> str:
+    """``problem``: what the data has against it, on any machine."""
+    if problem is not None:
+        return f"this machine     cannot run it as asked: {problem}"
     try:
         check_hardware(config.trainer, machine=DeviceFiles())
     except UserError as error:

@@ -10,6 +10,7 @@ from marey.config.causal import CausalConfig
 from marey.config.runs import RunConfig
 from marey.config.schema import SourceConfig, TrainerConfig
 from marey.core.errors import UserError
+from marey.pixels.naming import is_there, split_part
 
 ONE_PROCESS = "trainer.devices=1 trainer.num_nodes=1 trainer.strategy=auto"
 LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "LSB_JOBID", "OMPI_COMM_WORLD_SIZE", "NODE_RANK")
@@ -88,9 +89,7 @@ def check_data(config: RunConfig) -> None:
         _check_latents(config)
         return
     for path in source_paths(config.data.train):
-        if path.startswith("demo:") or any(mark in path for mark in "*?["):
-            continue
-        if not Path(path).expanduser().exists():
+        if not _is_named(path):
             building = path if path.endswith(".lance") else "OUT.lance"
             raise UserError(
                 f"data.train={path} does not exist (looked in {Path.cwd()}); build it with "
@@ -104,14 +103,19 @@ def _check_latents(config: CausalConfig) -> None:
 
     for key, paths in named_paths(config.data).items():
         for path in paths:
-            if path.startswith("demo:") or any(mark in path for mark in "*?["):
-                continue
-            if not Path(path).expanduser().exists():
+            if not _is_named(path):
                 raise UserError(
                     f"{key}={path} does not exist (looked in {Path.cwd()}); encode frames with `marey encode STORE "
                     f"OUT` and give OUT/manifest.csv, point {key} at a manifest or a frame store, or try the small "
                     "embedded set with data=demo"
                 )
+
+
+def _is_named(path: str) -> bool:
+    """Whether ``path`` is the embedded set, a pattern, or there; a part of a dataset may stand behind a colon."""
+    if path.startswith("demo:") or any(mark in path for mark in "*?[{"):
+        return True
+    return is_there(split_part(path)[0])
 
 
 def source_paths(train: str | list[SourceConfig]) -> Iterator[str]:

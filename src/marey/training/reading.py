@@ -11,7 +11,7 @@ import torch
 
 from marey.core.errors import UserError
 from marey.core.files import read_seal, seal_holds
-from marey.training.folders import checkpoints_in
+from marey.training.folders import MARKER, VALUES, checkpoints_in
 
 UNREADABLE = (
     ArithmeticError,
@@ -41,6 +41,8 @@ def read_checkpoint(path: Path, *, exact: bool) -> tuple[dict[str, Any], list[st
             program; naming the newest complete checkpoint beside it, where there is one.
     """
     where = f"resume.ckpt_path={path}"
+    if path.is_dir():
+        return _read_folder(path, where, exact=exact), []
     if not path.is_file():
         raise _refusal(f"{where} is not a file", path)
     try:
@@ -67,6 +69,36 @@ def read_checkpoint(path: Path, *, exact: bool) -> tuple[dict[str, Any], list[st
     return dict(content), [f"{path} carries no completion marker: whether its weights are undamaged is not known"]
 
 
+def _read_folder(path: Path, where: str, *, exact: bool) -> dict[str, Any]:
+    """As ``read_checkpoint``, of a sharded run: weights whole; of an average, only for a start from weights."""
+    if not (path / MARKER).is_file():
+        raise _refusal(
+            f"{where} is a folder without the completion marker ({MARKER}) of a sharded run's checkpoint", path
+        )
+    from marey.training.shards import load_folder, load_values, whole  # deferred: few runs have one to read
+
+    try:
+        if not whole(path):
+            raise _refusal(f"{where} is damaged: its files are not what was written (by the SHA-256 of each)", path)
+        about = load_values(path).get("marey")
+        if not isinstance(about, dict) or about.get("format") != 1:
+            raise _refusal(f"{where} was not written by this version of `marey train`", path)
+        return load_folder(path, only=("state_dict",) if exact else ("state_dict", *about["keys"]))
+    except UNREADABLE as error:
+        raise _refusal(f"{where} {_reason(path, error)}", path) from error
+
+
+def origin_of(path: Path) -> dict[str, Any] | None:
+    """The receipt inside a checkpoint, its weights left on disk; None where there is none to read."""
+    try:
+        values = path / VALUES if path.is_dir() else path
+        content = torch.load(values, map_location="cpu", weights_only=True, mmap=True)
+        receipt: dict[str, Any] = dict(content["marey"]["receipt"])
+    except UNREADABLE:
+        return None
+    return receipt if "run_id" in receipt else None
+
+
 def newest_complete(folder: Path, *, besides: Path | None = None) -> Path | None:
     """The checkpoint in ``folder`` that is furthest in training among those whose seal holds; None: there is none."""
     found = []
@@ -74,7 +106,8 @@ def newest_complete(folder: Path, *, besides: Path | None = None) -> Path | None
         if besides is not None and path.name == besides.name:
             continue
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            values = path / VALUES if path.is_dir() else path
+            content = torch.load(values, map_location="cpu", weights_only=True, mmap=True)
             found.append((int(content["marey"]["step"]), path))
         except UNREADABLE:
             continue
@@ -86,6 +119,10 @@ def newest_complete(folder: Path, *, besides: Path | None = None) -> Path | None
 
 def _holds(path: Path) -> bool:
     try:
+        if path.is_dir():
+            from marey.training.shards import whole
+
+            return whole(path)
         return seal_holds(path)
     except OSError:
         return False
@@ -99,7 +136,7 @@ def _refusal(what: str, path: Path) -> UserError:
 
 
 def _reason(path: Path, error: BaseException) -> str:
-    if path.stat().st_size == 0:
+    if path.is_file() and path.stat().st_size == 0:
         return "is empty"
     text = str(error).strip()
     if isinstance(error, pickle.UnpicklingError) and ("nsupported global" in text or "nsupported class" in text):

@@ -19,7 +19,7 @@ from marey.training.again import Again, launcher_note
 from marey.training.attempts import earlier_sittings
 from marey.training.averaging import Averaging
 from marey.training.console import validation_due
-from marey.training.folders import checkpoint_name
+from marey.training.folders import checkpoint_name, listed_hash, size_of
 from marey.training.kinds.base import Consumed, Kind
 from marey.training.metrics import MetricsCallback
 from marey.training.receipt import Receipt, Status, open_receipt
@@ -134,7 +134,7 @@ class Record:
                 "trained_seconds": self._watch.trained_seconds,
                 "saved": list(self.saved),
                 "skipped_in_a_row": self._watch.skipped_in_a_row,
-                "validation_due": self._kind.validates and validation_due(trainer),
+                "validation_due": self._kind.validates and (self._watch.broke_off or validation_due(trainer)),
             },
         }
 
@@ -209,7 +209,8 @@ def _entry(path: Path, *, step: int, epoch: int) -> dict[str, Any]:
     """A checkpoint as the receipt lists it."""
     status = path.stat()
     written = datetime.fromtimestamp(status.st_mtime, UTC).isoformat(timespec="seconds")
-    facts = {"bytes": status.st_size, "sha256": read_seal(path), "written": written}
+    seal = listed_hash(path) if path.is_dir() else read_seal(path)
+    facts = {"bytes": size_of(path), "sha256": seal, "written": written}
     return {"path": str(path), "step": step, "epoch": epoch, **facts}
 
 

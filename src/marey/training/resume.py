@@ -126,6 +126,8 @@ def impossible(about: Mapping[str, Any], kind: Kind) -> str | None:
     """
     plan = kind.plan
     statistic = about["statistic_batch"]
+    if statistic is None:
+        return "it holds imported weights and no run to go on with"
     if statistic != plan.statistic_batch:
         return (
             f"its place in the epoch counts micro-steps of {statistic} {kind.unit} on all ranks and this run's "

@@ -9,6 +9,7 @@ from marey.config import compose
 from marey.config.runs import RunConfig
 from marey.config.schema import describe
 from marey.training.again import Again
+from marey.training.attempts import check_records
 from marey.training.batchplan import resolve_devices
 from marey.training.compare import comparison_lines, restore_lines
 from marey.training.folders import check_folder, check_writable
@@ -39,6 +40,25 @@ def check(config: RunConfig, checkpoint_dir: Path | None) -> None:
     if saves and launched_rank() == 0:
         check_free(checkpoint_dir, key="checkpoint.dirpath")
         check_writable(checkpoint_dir)
+
+
+def check_run_folder(config: RunConfig, run_dir: Path) -> None:
+    """Refuse a run folder that another run uses, or that holds another run's records. Makes nothing.
+
+    Raises:
+        UserError: naming the process, or the run.
+    """
+    if launched_rank() != 0 or not run_dir.is_dir():
+        return
+    check_free(run_dir, key="hydra.run.dir")
+    resume, origin = config.resume, None
+    if resume.ckpt_path is not None and not resume.weights_only and (run_dir / "receipt.json").exists():
+        from marey.training.reading import origin_of  # deferred: it loads torch
+
+        origin = origin_of(Path(resume.ckpt_path).expanduser())
+        if origin is None:
+            return  # what is wrong with the checkpoint is said where it is opened
+    check_records(run_dir, describe(config), origin=origin)
 
 
 def checkpoint_folder(config: RunConfig, *, base: Path | None = None) -> Path:

@@ -30,6 +30,8 @@ class StopRequest:
         signals: Sequence[signal.Signals] = SIGNALS,
     ) -> None:
         self.requested: str | None = None
+        self.before_training = False
+        """Ctrl-C came to the one around this one: a person waits, and no step has been made."""
         self.aborted = False
         self.forward = forward
         """Passes the signal on to the ranks this process started."""
@@ -44,6 +46,7 @@ class StopRequest:
             outer = getattr(handler, "__self__", None)
             if isinstance(outer, StopRequest) and outer.requested is not None:
                 self.requested = outer.requested
+                self.before_training = outer.requested == signal.SIGINT.name
         return self
 
     def listen(self) -> None:

@@ -25,6 +25,7 @@ from marey.core.errors import UserError
 from marey.core.files import write_json
 from marey.training.kinds.base import Consumed, Kind, MicroStepRecord
 from marey.training.loader import MicroStepLoader
+from marey.training.local import local
 from marey.training.module import TrainingModule
 from marey.training.receipt import Ending
 from marey.training.signals import StopRequest
@@ -81,6 +82,8 @@ class Watch(pl.Callback):
         self._config, self._plan = kind.config, kind.plan
         self._stop, self._max_seconds, self._run_dir, self._say = stop, max_seconds, run_dir, say
         self._stop_agreed = self._time_is_up = False
+        self.broke_off = False
+        """Whether a validation was left unfinished on request."""
         self.skipped_in_a_row = 0
         """Optimizer steps just skipped, one after the other."""
         self._buffers: dict[str, Tensor] = {}
@@ -177,6 +180,26 @@ class Watch(pl.Callback):
         self.ending = self._why_end(trainer)
         if self.ending is not None:
             trainer.should_stop = True
+        if self.ending == "stopped on request":
+            # Lightning would validate because the loop ends; one whose turn has come is made by the resumed run.
+            trainer.fit_loop.epoch_loop._skip_next_val = True
+
+    def breaks_off(self, trainer: pl.Trainer) -> bool:
+        """Whether the validation going on ends here, on request. All ranks come here together, and agree.
+
+        That of a run's last step goes on to its end: no resumed run would make it.
+        """
+        if self.ending == "finished":
+            return False
+        asked = torch.tensor([1.0 if self._stop.requested else 0.0], device=trainer.strategy.root_device)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(asked)
+        if not asked.item():
+            return False
+        self.broke_off = self._stop_agreed = True
+        self.ending = self.ending or self._why_end(trainer)
+        trainer.should_stop = True
+        return True
 
     def stepped(self, batch_idx: int) -> bool:
         """Whether micro-step ``batch_idx`` of an epoch completed an optimizer step."""
@@ -204,13 +227,13 @@ class Watch(pl.Callback):
         """A reduction that only all ranks and micro-steps together know is finished here, before clipping."""
         scale = self._kind.gradient_scale(numbers)
         if scale is not None:
-            torch._foreach_mul_([p.grad for p in module.parameters() if p.grad is not None], scale)
+            torch._foreach_mul_([local(p.grad) for p in module.parameters() if p.grad is not None], scale)
 
     def _finite(self, window: list[MicroStepRecord], module: TrainingModule, trainer: pl.Trainer) -> bool:
         total = torch.stack([record.output.loss for record in window]).sum()
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             # With a loss scaler, gradients that overflow are its own business: it skips and rescales.
-            gradients = [p.grad for p in module.parameters() if p.grad is not None]
+            gradients = [local(p.grad) for p in module.parameters() if p.grad is not None]
             total = total + torch.stack(torch._foreach_norm(gradients)).sum()
         return bool(torch.isfinite(total))
 
@@ -277,7 +300,7 @@ class Watch(pl.Callback):
         found = []
         for record in window:
             features = record.output.features
-            rows = [True] * len(record.clips) if features is None else torch.isfinite(features).all(dim=1).tolist()
+            finite = None if features is None else torch.isfinite(features).all(dim=1).tolist()
             loss = float(record.output.loss)
             found.append(
                 {
@@ -285,8 +308,8 @@ class Watch(pl.Callback):
                     "micro_step": record.micro_step,
                     "loss": loss if math.isfinite(loss) else str(loss),
                     "clips": [
-                        {**self._kind.identity(clip), "features_finite": finite}
-                        for clip, finite in zip(record.clips.tolist(), rows, strict=True)
+                        {**self._kind.identity(clip), **({} if finite is None else {"features_finite": finite[row]})}
+                        for row, clip in enumerate(record.clips.tolist())
                     ],
                 }
             )

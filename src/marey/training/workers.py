@@ -8,14 +8,22 @@ import threading
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
+from pathlib import Path
+
+from marey.core import now
 
 PRELOADED = ("torch", "marey.training.workers")
 LEFT_TO_MAIN = (signal.SIGINT, signal.SIGTERM, *((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ()))
 """A terminal, and a scheduler that ends a job, send these to every process of a run."""
 
 
-def init_worker(_worker: int) -> None:
-    """Leave requests to stop to the main process, which finishes its step and then ends the workers."""
+def init_worker(worker: int, notes: Path | None = None) -> None:
+    """Leave requests to stop to the main process, which finishes its step and then ends the workers.
+
+    ``notes``: the folder where each worker tells, in a file of its number, what it is reading.
+    """
+    if notes is not None:
+        now.tell(notes / str(worker))
     for number in LEFT_TO_MAIN:
         signal.signal(number, signal.SIG_IGN)
 

@@ -77,7 +77,7 @@ class Kind(ABC):
     """In checkpoints and receipts."""
     unit: ClassVar[str]
     """What a batch counts."""
-    columns: ClassVar[tuple[str, ...]]
+    columns: tuple[str, ...]
     """Of ``metrics.csv``."""
     validation_columns: ClassVar[tuple[str, ...]]
     harmless: ClassVar[tuple[str, ...]]
@@ -177,6 +177,13 @@ class Kind(ABC):
     @abstractmethod
     def opening_lines(self) -> Iterator[str]:
         """Data and steps, then what is unusual about this run."""
+
+    def look(self, objective: nn.Module, *, step: int) -> dict[str, float]:  # noqa: ARG002
+        """What a small fixed set says of the weights after optimizer step ``step``, by column of ``metrics.csv``.
+
+        Called on every rank for every row; empty where nothing is due. Nothing of the objective may change.
+        """
+        return {}
 
     @abstractmethod
     def row(self, record: MicroStepRecord, sums: Mapping[str, Any]) -> dict[str, Any]:

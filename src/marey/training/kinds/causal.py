@@ -17,7 +17,7 @@ from marey.objectives.video_decoder import step_gradient_scale
 from marey.objectives.video_program import VideoProgram
 from marey.objectives.video_registry import build_causal, summary_keys
 from marey.sampling.planner import PlannedBatch
-from marey.training.batchplan import latent_plan, limited_validation, resolve_devices
+from marey.training.batchplan import latent_plan, resolve_devices
 from marey.training.kinds.base import Consumed, Kind, MicroStepRecord
 from marey.training.latent_batch import ReadBatch
 from marey.training.latent_exposure import Exposure
@@ -29,6 +29,7 @@ from marey.training.latent_receipt import (
     reference_differences,
     source_facts,
     validates_on_training_data,
+    validation_facts,
 )
 from marey.training.latents import (
     PRELOADED,
@@ -95,7 +96,9 @@ class CausalKind(Kind):
         resolved = config.model_copy(update={"data": resolve_data(config.data)})
         self.streams = open_streams(resolved, world=world, validates=validates)
         self.planner = self.streams.counting
-        channels = latent_channels(config, self.streams.sources.train)
+        sources = self.streams.sources
+        drawn = [source for source in sources.train if source.weight > 0]
+        channels = latent_channels(config, [*drawn, *(sources.val if validates else [])])
         model = config.model.model_copy(update={"channels": channels})
         self.config: CausalConfig = config.model_copy(update={"model": model})
         self.text = text_encoder(config)
@@ -111,13 +114,18 @@ class CausalKind(Kind):
         self.sums = len(OWN) + len(self.names) * len(MEASURED)
         self._fixed = bool(config.trainer.overfit_batches)
         assert self.plan.micro_steps_per_epoch is not None
-        self._steps = LatentSteps(
-            self.streams.train, per_epoch=self.plan.micro_steps_per_epoch, fixed_epoch=self._fixed
-        )
         self._positions = Walk(self.planner)
+        self._steps = LatentSteps(
+            self.streams.train,
+            per_epoch=self.plan.micro_steps_per_epoch,
+            fixed_epoch=self._fixed,
+            walk=self._positions,
+        )
         self._program: VideoProgram | None = None
-        self._exposure = Exposure(self.planner, model)
+        self._exposure = Exposure(self.planner, model, config.program)
         self._consumed: Any = None
+        # Read once, before anything is trained: a record that cannot be read is refused here, not at a checkpoint.
+        self._preprocessing = latent_preprocessing(self.config, self.streams.sources.train, self.text)
 
     # -- loaders, objective, counts
 
@@ -140,9 +148,9 @@ class CausalKind(Kind):
         return self._loader(self._steps, self.plan.micro_steps_per_epoch, pin_memory=pin_memory, top=False)
 
     def val_loader(self, *, pin_memory: bool) -> MicroStepLoader:
-        """Held-out windows in order, each once, whatever the epoch."""
+        """The same held-out windows in order, each once, whatever the epoch."""
         assert self.streams.val is not None
-        steps = limited_validation(self.config.trainer, self.streams.val.planner.micro_steps(0))
+        steps = self.streams.val.planner.micro_steps(0)
         return self._loader(
             LatentSteps(self.streams.val, per_epoch=steps, fixed_epoch=True), steps, pin_memory=pin_memory, top=True
         )
@@ -167,6 +175,7 @@ class CausalKind(Kind):
             own=len(OWN),
             per_epoch=self.plan.micro_steps_per_epoch,
             fixed_epoch=self._fixed,
+            walk=self._positions,
         )
 
     def ledger(self) -> LatentLedger:
@@ -209,7 +218,7 @@ class CausalKind(Kind):
         drawn, planned = self._planned(epoch, micro_step, rank)
         supervised = self._program.supervised_frames(batch.batch)
         measured = self._exposure.measure(batch.batch, planned, batch.replaced, supervised=supervised)
-        columns = (planned.source, planned.at.row, planned.at.start, np.full_like(planned.position, drawn))
+        columns = (planned.source, measured.rows, measured.starts, np.full_like(planned.position, drawn))
         return MicroStepRecord(
             micro_step=micro_step,
             output=output._replace(loss=output.loss.detach()),
@@ -302,7 +311,7 @@ class CausalKind(Kind):
             "name": self.config.data.name,
             "weights": self.config.data.weights,
             "train": self.describe_train(),
-            "val": None if val is None else source_facts(self.streams.sources.val, val.planner, None),
+            "val": None if val is None else validation_facts(self.streams.sources.val, val),
             "val_is_train": None if val is None else validates_on_training_data(self.config.data),
         }
 
@@ -357,7 +366,7 @@ class CausalKind(Kind):
 
     def preprocessing(self) -> dict[str, Any]:
         """Which latents and texts the weights understand."""
-        return latent_preprocessing(self.config, self.streams.sources.train, self.text)
+        return self._preprocessing
 
     def before_checkpoint(self, ledger: LatentLedger) -> None:
         """Write what was seen since the last one."""

@@ -22,6 +22,8 @@ from marey.training.kinds.base import Consumed, Kind, MicroStepRecord
 from marey.training.ledger import Ledger
 from marey.training.loader import MicroStepLoader
 from marey.training.metrics import COLUMNS
+from marey.training.online import COLUMNS as PROBE_COLUMNS
+from marey.training.online import open_probe
 from marey.training.receipt import published_differences
 
 
@@ -30,12 +32,13 @@ class EncoderKind(Kind):
 
     name = "encoder"
     unit = "clips"
-    columns = COLUMNS
+    columns: tuple[str, ...] = COLUMNS
     validation_columns = ("step", "epoch", "val/loss", "val/invariance", "val/sigreg")
     harmless = (
         "data.num_episodes",
         "loader.micro_batch_size",
         "loader.normalize_on_gpu",
+        "probe",
     )
     partition = (
         "loader.batch_size",
@@ -64,6 +67,9 @@ class EncoderKind(Kind):
         self._data = open_train(config)
         self._val = open_val(config) if validates else None
         self.plan = batch_plan(config, self._data.clips)
+        self._probe = open_probe(config)
+        if self._probe is not None:
+            self.columns = (*COLUMNS, *PROBE_COLUMNS)
 
     def train_loader(self, *, pin_memory: bool) -> MicroStepLoader:
         """Micro-steps of ``list[ViewChunk]``."""
@@ -186,6 +192,14 @@ class EncoderKind(Kind):
     def opening_lines(self) -> Iterator[str]:
         """Sources and steps."""
         yield from opening_lines(self.config, self.plan, self._data, validates=self.validates)
+        if self._probe is not None:
+            yield f"online probe  {self._probe.describe()}"
+
+    def look(self, objective: nn.Module, *, step: int) -> dict[str, float]:
+        """The online probe, at step 1 and at every ``probe.every_n_steps``-th."""
+        if self._probe is None or (step != 1 and step % self._probe.every):
+            return {}
+        return self._probe.look(objective)
 
     def row(self, record: MicroStepRecord, sums: Mapping[str, Any]) -> dict[str, Any]:
         """Signs of collapse, of rank 0's last micro-step."""

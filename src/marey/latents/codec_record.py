@@ -14,7 +14,7 @@ FILE = "codec.json"
 
 
 def record_codec(folder: Path, name: str, options: Mapping[str, Any]) -> None:
-    """Write the record."""
+    """Write the record. Raises OSError where the disk does not take it."""
     write_json(folder / FILE, {"format": 1, "name": name, "options": dict(options)})
 
 
@@ -26,5 +26,5 @@ def recorded_codec(folder: Path) -> tuple[str, dict[str, Any]] | None:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         return str(record["name"]), dict(record["options"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is not a readable codec record ({error!r}); run `marey encode` again") from error

@@ -1,0 +1,1 @@
+"""Ways in which people keep videos, one module each: see ``pixels.sourceformat``."""
