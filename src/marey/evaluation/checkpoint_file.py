@@ -6,7 +6,6 @@ import hashlib
 import math
 import pickle
 import shlex
-import struct
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,28 +14,13 @@ from typing import Any
 import torch
 
 from marey.core.errors import UserError
-from marey.core.files import read_seal, seal_holds
+from marey.core.files import UNREADABLE, read_seal, seal_holds
 from marey.evaluation.run_folder import read_receipt
 
 SHARDED_MARKER = "complete.json"
 """Ends the folder that a sharded run writes as its checkpoint."""
 _ZIP_MAGIC = b"PK\x03\x04"
 _OLD_TORCH_MAGIC = b"\x80\x02\x8a\nl\xfc\x9c"
-# What reading a file that is not what it should be can raise.
-_UNREADABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-    struct.error,
-)
 
 
 def is_safetensors(path: Path) -> bool:
@@ -86,7 +70,7 @@ def read_archive(path: Path) -> Any:
     try:
         damaged = read_seal(path) is not None and not seal_holds(path)
         content = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         text = str(error).strip()
         if isinstance(error, pickle.UnpicklingError) and ("nsupported global" in text or "nsupported class" in text):
             raise UserError(

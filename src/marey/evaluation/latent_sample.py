@@ -6,6 +6,7 @@ Legend: C channels, T latent frames, H and W the latent canvas.
 from __future__ import annotations
 
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,11 +72,12 @@ class Candidates:
     read: _Reader
 
 
-class _Reader:
+class _Reader(ABC):
     """Reads a clip by row."""
 
+    @abstractmethod
     def load(self, row: int, split: Split) -> LatentClip:
-        raise NotImplementedError
+        """Known and future frames of the clip."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from marey.core.errors import UserError
-from marey.training.reading import UNREADABLE
+from marey.core.files import UNREADABLE
 from marey.training.sealed import save_sealed
 
 USAGE = "give a checkpoint folder and the file to write: python -m marey.training.consolidate FOLDER OUT.ckpt"

@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import pickle
-import struct
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from marey.core.errors import UserError
-from marey.core.files import read_seal, seal_holds
+from marey.core.files import UNREADABLE, read_seal, seal_holds
 from marey.training.folders import MARKER, VALUES, checkpoints_in
-
-UNREADABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-    struct.error,
-)
-"""What reading a file that is not what it should be can raise."""
 
 
 def read_checkpoint(path: Path, *, exact: bool) -> tuple[dict[str, Any], list[str]]:
