@@ -236,3 +236,10 @@ def test_the_place_must_be_free_and_the_request_well_formed(file, tmp_path, caps
     with pytest.raises(UserError, match=r"must end in \.ckpt"):
         import_weights(file, tmp_path / "a.pt")
     assert load_file(file).keys() == weights().keys()
+
+
+def test_what_holds_no_weights_is_refused_with_what_an_import_takes(tmp_path: Path) -> None:
+    for content in (b"", b"hello"):
+        (tmp_path / "x.pt").write_bytes(content)
+        with pytest.raises(UserError, match=r"x\.pt is .*; give a \.safetensors or \.pt file of weights"):
+            import_weights(tmp_path / "x.pt", tmp_path / "out.ckpt", overrides=[])

@@ -32,11 +32,11 @@ def is_safetensors(path: Path) -> bool:
     return len(head) == 9 and head[8:] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size
 
 
-def read_archive(path: Path) -> Any:
+def read_archive(path: Path, *, wanted: str = "a .ckpt file written by `marey train`") -> Any:
     """Whatever ``torch.save`` wrote, tensors mapped from disk on demand; executes nothing of the file.
 
     A file that carries the seal of `marey train` is checked against it, byte for byte; ``sealed`` says whether it
-    does.
+    does. ``wanted``: what a refusal asks for instead.
 
     Raises UserError: missing, a folder, empty, a safetensors file, not written by ``torch.save``, damaged, or
     holding Python objects that only executing code could rebuild.
@@ -54,7 +54,7 @@ def read_archive(path: Path) -> Any:
         hint = f"try {found[-1]}" if found else _hint_of_run(path)
         raise UserError(f"{path} is a folder, a checkpoint file is needed; {hint}")
     if path.stat().st_size == 0:
-        raise UserError(f"{path} is empty; give a .ckpt file written by `marey train`")
+        raise UserError(f"{path} is empty; give {wanted}")
     if is_safetensors(path):
         raise UserError(
             f"{path} is a safetensors file, which holds weights without the configuration and preprocessing "
@@ -64,7 +64,7 @@ def read_archive(path: Path) -> Any:
         magic = file.read(len(_OLD_TORCH_MAGIC))
     if not magic.startswith(_ZIP_MAGIC):
         what = "in PyTorch's format of before 2020" if magic == _OLD_TORCH_MAGIC else "not a PyTorch checkpoint"
-        raise UserError(f"{path} is {what}; give a .ckpt file written by `marey train`")
+        raise UserError(f"{path} is {what}; give {wanted}")
     if not zipfile.is_zipfile(path):
         raise UserError(f"{path} is damaged: the file ends before its index; copy it again or give another checkpoint")
     try:

@@ -38,7 +38,7 @@ def read_weights(path: Path) -> WeightsFile:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} cannot be read as safetensors ({error}); copy it again") from error
         return WeightsFile(path, tensors, dict(header.get("__metadata__") or {}))
-    return WeightsFile(path, _one_set(path, read_archive(path)), {})
+    return WeightsFile(path, _one_set(path, read_archive(path, wanted="a .safetensors or .pt file of weights")), {})
 
 
 def _one_set(path: Path, content: Any) -> dict[str, Tensor]:

@@ -127,5 +127,7 @@ def _reason(path: Path, error: BaseException) -> str:
             "holds more than tensors and plain values, and loading the rest would execute code from the file, "
             "so it was not loaded"
         )
+    if text.startswith("mmap can only be used"):  # how PyTorch says that a file is no archive of its own
+        return "cannot be read: it is cut off, damaged or no checkpoint"
     first = text.splitlines()[0] if text else type(error).__name__
     return f"cannot be read: it is cut off, damaged or no checkpoint ({first[:120]})"
