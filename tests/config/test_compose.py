@@ -29,7 +29,7 @@ REFERENCE: dict[str, Any] = {
     },
     "model": {
         "name": "vit_base", "img_size": 224, "patch_size": 16, "num_frames": 16, "tubelet_size": 1, "use_rope": True,
-        "token_drop_rate": 0.95, "attn_mode": "block_causal", "rope_layout": "tiled",
+        "token_drop_rate": 0.95, "token_drop_mode": "random", "attn_mode": "block_causal", "rope_layout": "tiled",
     },
     "projector": {"hidden_dim": 2048, "output_dim": 256, "norm_group": None},
     "optimizer": {

@@ -107,6 +107,18 @@ def test_every_view_comes_from_its_own_clip_window_and_key() -> None:
             assert torch.equal(group.positions[at], positions[keep])
 
 
+def test_a_dataset_of_tubes_ships_the_same_places_of_every_frame() -> None:
+    sources = sources_of()
+    dataset = build_train_dataset(config_of(MIXTURE, "model.token_drop_mode=tube"), sources)
+    chunk = dataset.__getitems__(draws_of(dataset, 3, epoch=3))
+    for group, side in ((chunk.views_global, 8), (chunk.views_local, 4)):
+        assert group.patches.shape[1] == 8 * round(side * side * 0.2)
+        for positions in group.positions:
+            places = positions[:, 1:].reshape(8, -1, 2)
+            assert positions[:, 0].tolist() == sorted(positions[:, 0].tolist())
+            assert torch.equal(places, places[:1].expand_as(places))
+
+
 @given(cuts=st.lists(st.integers(0, 11), max_size=4), reverse=st.booleans())
 @settings(max_examples=6, deadline=None)
 def test_batch_mates_and_partition_change_nothing(cuts: list[int], reverse: bool) -> None:

@@ -18,6 +18,7 @@ from marey.core.errors import UserError
 from marey.training.metrics import TIME_COLUMNS
 from marey.training.module import TrainingModule
 from marey.training.run import check
+from marey.training.sealed import save_sealed
 from marey.training.verify import tree_differences
 
 from .conftest import Finished, write_store
@@ -302,6 +303,18 @@ def test_weights_alone_start_no_second_run_among_the_first_ones_checkpoints(
     with pytest.raises(UserError, match=r"holds checkpoints of another run .*set checkpoint\.dirpath"):
         check(small(*start), whole.checkpoints)
     check(small(*start, "resume.weights_only=false"), whole.checkpoints)
+
+
+def test_a_key_that_came_later_counts_as_what_was_done_before_it(train: Train) -> None:
+    whole = train("whole", *RUN)
+    path = next(whole.checkpoints.glob("*-step-0000003.ckpt"))
+    saved = torch.load(path, weights_only=True)
+    assert saved["marey"]["config"]["model"].pop("token_drop_mode") == "random"
+    save_sealed(saved, path)
+    resumed = resume(train, "resumed", whole, 3, *RUN)
+    assert differences(whole.checkpoint()["state_dict"], resumed.checkpoint()["state_dict"]) == []
+    with pytest.raises(UserError, match=r"model\.token_drop_mode: random -> tube"):
+        resume(train, "other", whole, 3, *RUN, "model.token_drop_mode=tube")
 
 
 def test_a_finished_run_has_nothing_to_resume(train: Train) -> None:

@@ -6,12 +6,14 @@ Every key of the composed configuration is declared here with its unit; a key th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from marey.config.sizes import SIZES
 from marey.core.errors import nearest
+from marey.core.tokencount import DropMode
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -96,6 +98,10 @@ class ModelConfig(Section):
     tubelet_size: PositiveInt = Field(description="frames per token")
     use_rope: bool = Field(description="rotary positions over (t, h, w); false: fixed sine-cosine embeddings")
     token_drop_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(description="share of tokens dropped in training")
+    token_drop_mode: DropMode = Field(
+        default="random",
+        description="random: each token for itself; tube: the same places of the image in all frames, an ablation",
+    )
     attn_mode: Literal["full", "block_causal"] = Field(
         description="block_causal: a frame sees itself and earlier frames; [CLS] sees all and is seen by none"
     )
@@ -427,3 +433,20 @@ class EncoderConfig(Section):
 def describe(config: BaseModel) -> dict[str, Any]:
     """Plain nested dictionaries and lists, ready for YAML or JSON."""
     return config.model_dump(mode="json")
+
+
+def with_later_keys(values: Mapping[str, Any], schema: type[BaseModel]) -> dict[str, Any]:
+    """``values``, an older program's configuration, with the keys that ``schema`` has gained since at their defaults.
+
+    A key with a default in the schema is one that came later, and its default is what was done before it came.
+    """
+    filled = dict(values)
+    for name, field in schema.model_fields.items():
+        inner = field.annotation
+        if name not in values:
+            if not field.is_required():
+                default = field.get_default(call_default_factory=True)
+                filled[name] = describe(default) if isinstance(default, BaseModel) else default
+        elif isinstance(inner, type) and issubclass(inner, BaseModel) and isinstance(values[name], Mapping):
+            filled[name] = with_later_keys(values[name], inner)
+    return filled

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from marey.core.keys import rng
-from marey.core.tokencount import kept_count
+from marey.core.tokencount import DropMode, kept_count
 
 
 class TokenGroup(NamedTuple):
@@ -65,11 +65,26 @@ def patchify(video: torch.Tensor, *, patch: int, tubelet: int) -> torch.Tensor:
     return blocks.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(n, gt * gh * gw, c * tubelet * patch * patch)
 
 
-def keep_indices(tokens: int, drop_rate: float, *, seed: int, epoch: int, position: int, view: int) -> torch.Tensor:
+def keep_indices(
+    tokens: int,
+    drop_rate: float,
+    *,
+    seed: int,
+    epoch: int,
+    position: int,
+    view: int,
+    mode: DropMode = "random",
+    steps: int = 1,
+) -> torch.Tensor:
     """int64 ``[kept]``, ascending: the tokens of this view of this sample that survive training's token drop.
 
     Uniform without replacement, keyed by (seed, "token-drop", epoch, position, view); view 0 is the global one.
+    ``tube`` draws places of the image, and keeps them at each of the ``steps`` of time (which divide ``tokens``).
     """
+    if mode == "tube":
+        places = tokens // steps
+        kept = keep_indices(places, drop_rate, seed=seed, epoch=epoch, position=position, view=view)
+        return (torch.arange(steps)[:, None] * places + kept).reshape(-1)
     keep = kept_count(tokens, drop_rate)
     if keep == tokens:
         return torch.arange(tokens)

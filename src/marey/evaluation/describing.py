@@ -40,6 +40,9 @@ def batch_words(
     return f"{unit}: " + ", ".join(parts) if parts else ""
 
 
+_DROPPED = {"tube": "tubes of tokens"}
+
+
 def model_words(model: dict[str, Any]) -> str:
     """The encoder's size and what it reads."""
     if not model:
@@ -51,7 +54,8 @@ def model_words(model: dict[str, Any]) -> str:
     return (
         f"{model.get('name')}{shape}, patches of {model.get('tubelet_size')} x {model.get('patch_size')} x "
         f"{model.get('patch_size')}, {model.get('attn_mode')} attention, {model.get('rope_layout')} positions, "
-        f"{model.get('token_drop_rate', 0):.0%} of tokens dropped in training"
+        f"{model.get('token_drop_rate', 0):.0%} of {_DROPPED.get(str(model.get('token_drop_mode')), 'tokens')} dropped "
+        "in training"
     )
 
 

@@ -41,6 +41,8 @@ class Grid(NamedTuple):
     size: int
     tokens: int
     kept: int
+    steps: int
+    """Of time."""
     positions: torch.Tensor
 
 
@@ -78,7 +80,8 @@ class ClipDataset(Dataset[ViewChunk]):
         model = self.model
         grid = grid_shape(model.num_frames, size, size, patch=model.patch_size, tubelet=model.tubelet_size)
         tokens = grid[0] * grid[1] * grid[2]
-        return Grid(size, tokens, kept_count(tokens, model.token_drop_rate), grid_positions(grid))
+        kept = kept_count(tokens, model.token_drop_rate, mode=model.token_drop_mode, steps=grid[0])
+        return Grid(size, tokens, kept, grid[0], grid_positions(grid))
 
     @property
     def sizes(self) -> list[int]:
@@ -138,7 +141,14 @@ class ClipDataset(Dataset[ViewChunk]):
         """uint8 ``[K, P]`` and int64 ``[K, 3]``."""
         model = self.model
         keep = keep_indices(
-            grid.tokens, model.token_drop_rate, seed=self.seed, epoch=epoch, position=position, view=view
+            grid.tokens,
+            model.token_drop_rate,
+            seed=self.seed,
+            epoch=epoch,
+            position=position,
+            view=view,
+            mode=model.token_drop_mode,
+            steps=grid.steps,
         )
         height, width = frames.shape[-2:]
         draw = draw_view(height, width, self.augmentation, seed=self.seed, epoch=epoch, position=position, view=view)

@@ -42,7 +42,9 @@ def step_cost(config: EncoderConfig) -> StepCost:
     frames = model.num_frames // model.tubelet_size
     all_global = frames * (model.img_size // model.patch_size) ** 2
     all_local = frames * (config.augmentation.local_size // model.patch_size) ** 2
-    kept_global, kept_local = (kept_count(n, model.token_drop_rate) for n in (all_global, all_local))
+    kept_global, kept_local = (
+        kept_count(n, model.token_drop_rate, mode=model.token_drop_mode, steps=frames) for n in (all_global, all_local)
+    )
     patch_values = 3 * model.tubelet_size * model.patch_size**2
     lengths = [kept_global + 1] + [kept_local + 1] * views
     tokens = sum(lengths)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from marey.config.schema import describe
+from marey.config.schema import describe, with_later_keys
 from marey.core.errors import UserError
 from marey.training.changes import changed_keys, check_names, covers
 from marey.training.ema import average_key
@@ -104,7 +104,7 @@ def check_same_meaning(
     """
     changes = [
         (key, f"{key}: {before} -> {after}")
-        for key, before, after in changed_keys(old, describe(kind.config))
+        for key, before, after in changed_keys(with_later_keys(old, type(kind.config)), describe(kind.config))
         if covers(kind.model_keys, key)
     ]
     refused = [(key, line) for key, line in changes if key in kind.meaning and not covers(allow, key)]
@@ -168,7 +168,8 @@ def check_same_experiment(
         harmless |= set(kind.partition)
     if config.scheduler.end_lr != config.optimizer.lr or config.weight_decay_scheduler.enabled:
         harmless -= {"trainer.max_epochs", "trainer.max_steps"}  # they say where the schedule ends
-    every = {key: (before, after) for key, before, after in changed_keys(old, describe(config))}
+    before_it = with_later_keys(old, type(config))
+    every = {key: (before, after) for key, before, after in changed_keys(before_it, describe(config))}
     changes = {key: pair for key, pair in every.items() if not covers(harmless, key)}
     refused = [f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if not covers(allow, key)]
     if refused:
