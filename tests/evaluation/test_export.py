@@ -16,6 +16,7 @@ from marey import cli
 from marey.core.errors import UserError
 from marey.evaluation import export as room
 from marey.evaluation.export import FILES, example_frames, export
+from marey.evaluation.inspect import inspect_text
 from marey.evaluation.loading import LoadedEncoder, load_encoder
 from marey.evaluation.release.encoder_marey import VideoEncoder, preprocess
 from marey.models.vit import EPS, VisionTransformer
@@ -298,3 +299,13 @@ def test_the_command_exports(checkpoint, tmp_path, capsys):
     assert "receipt.json names this machine's host and paths" in said
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "cli").iterdir()}
     assert len(modes) == 1, "files of one export are readable by the same people"
+
+
+def test_inspect_says_what_an_export_is(exported):
+    text = inspect_text(exported)
+    assert "an encoder that `marey export` wrote" in text
+    assert "block_causal attention, tiled positions" in text
+    assert "AutoModel.from_pretrained" in text
+    (exported / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"without its model\.safetensors"):
+        inspect_text(exported)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 560, 280
-LEFT, RIGHT, TOP, BOTTOM = 66, 16, 14, 44
+LEFT, RIGHT, TOP, BOTTOM = 66, 24, 14, 44
 
 
 @dataclass(frozen=True)

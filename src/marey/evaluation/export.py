@@ -25,6 +25,7 @@ from marey.core.files import sync_folder, write_json, write_text
 from marey.evaluation.checkpoint_file import read_checkpoint
 from marey.evaluation.export_card import model_card
 from marey.evaluation.export_program import is_program, save_program
+from marey.evaluation.inspect_export import EXPORTED_TYPE, is_export
 from marey.evaluation.loading import PREFIX, LoadedEncoder, Weights, load_encoder
 from marey.evaluation.release.encoder_marey import VideoEncoder, preprocess
 from marey.models.vit import EPS, MLP_RATIO
@@ -44,7 +45,6 @@ FILES = frozenset(
         "receipt.json",
     }
 )
-MODEL_TYPE = "marey"
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _write_folder(
         folder / "config.json",
         {
             "architectures": ["MareyModel"],
-            "model_type": MODEL_TYPE,
+            "model_type": EXPORTED_TYPE,
             "auto_map": {"AutoConfig": "modeling_marey.MareyConfig", "AutoModel": "modeling_marey.MareyModel"},
             "hidden_size": shape["width"],
             "num_hidden_layers": shape["depth"],
@@ -272,13 +272,7 @@ def _check_folder(out: Path, *, overwrite: bool) -> None:
 
 
 def _is_export(folder: Path, names: set[str]) -> bool:
-    if not names <= FILES:
-        return False
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
+    return names <= FILES and is_export(folder)
 
 
 def _check_file(out: Path, *, overwrite: bool) -> None:

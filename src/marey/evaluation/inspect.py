@@ -32,6 +32,11 @@ def _lines(path: Path, *, show_config: bool) -> list[str]:
     if not path.exists():
         raise UserError(f"{path} does not exist; give a frame store, a manifest, a checkpoint or a run folder")
     if path.is_dir():
+        from marey.evaluation.inspect_export import export_lines, is_export
+
+        if is_export(path):
+            _no_config(show_config, path, "an exported encoder")
+            return export_lines(path)
         if (path / "receipt.json").exists():
             from marey.evaluation.inspect_run import run_lines
 
@@ -61,8 +66,9 @@ def _lines(path: Path, *, show_config: bool) -> list[str]:
     from marey.pixels.listfile import LIST_SUFFIXES
     from marey.pixels.media import VIDEO_SUFFIXES
 
-    if path.suffix.lower() in VIDEO_SUFFIXES:
-        raise UserError(f"{path} is a video; `{_ingest(path)}` makes a store of it")
+    if path.suffix.lower() in {*VIDEO_SUFFIXES, ".tar"}:
+        what = "an archive" if path.suffix.lower() == ".tar" else "a video"
+        raise UserError(f"{path} is {what}; `{_ingest(path)}` makes a store of it")
     if path.stat().st_size == 0:
         raise UserError(f"{path} is empty; give a frame store, a manifest, a checkpoint or a run folder")
     if path.suffix.lower() in LIST_SUFFIXES:
