@@ -183,7 +183,7 @@ def test_a_run_plans_each_epoch_before_a_resume_once() -> None:
         asked.append(epoch)
         return 3 + epoch % 2
 
-    walk = Walk(SimpleNamespace(shape_grouping=True, micro_steps=micro_steps))  # type: ignore[arg-type]
+    walk = Walk(SimpleNamespace(epochs_vary=True, micro_steps=micro_steps))  # type: ignore[arg-type]
     assert walk.at(12) == (3, 2)
     assert [walk.ends_epoch(m) for m in range(14)] == [m in (2, 6, 9, 13) for m in range(14)]
     assert asked == [0, 1, 2, 3]

@@ -21,14 +21,13 @@ from marey.batching.visibility import visibility_matrix
 
 def _take(x: Tensor, selection: Selection) -> Tensor:
     """Tokens of ``[g, N, H, d]``."""
-    return x[:, selection] if isinstance(selection, slice) else x.index_select(1, selection)
+    return x[:, selection] if isinstance(selection, slice) else x.index_select(1, selection.to(x.device))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: UnitMask | None) -> Tensor:
     """``[g, N, H, d]`` -> ``[g, N, H, d]``."""
-    out = scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=None if mask is None else mask.tokens
-    )
+    seen = None if mask is None else mask.tokens.to(q.device)
+    out = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=seen)
     return out.transpose(1, 2)
 
 
@@ -51,7 +50,7 @@ def _attend_group(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
     order = _token_order(group.parts, group.queries)
     if covered == group.queries and bool((order.diff() == 1).all()):
         return together
-    return torch.zeros_like(q).index_copy(1, order, together)
+    return torch.zeros_like(q).index_copy(1, order.to(q.device), together)
 
 
 def segmented_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
@@ -92,7 +91,7 @@ def isolated_attention(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout)
     Scores are scaled by ``d ** -0.5``. Queries that see nothing get zero. Returns ``[Nq, H, d]`` of the input's
     dtype, differentiable. Which pairs are computed follows from ``layout``; who may see whom does not depend on it.
     """
-    if q.is_cuda:
+    if q.is_cuda and q.dtype != torch.float64:  # FlexAttention sums in float32 at best; segments run anywhere
         from marey.batching.flex import flex_isolated_attention  # its compiler is loaded where it is used
 
         return flex_isolated_attention(q, k, v, layout)

@@ -65,6 +65,17 @@ class BatchingConfig(Section):
     max_tokens: PositiveInt | None = Field(
         description="video tokens of one forward pass, packed only; the batch is cut in order, loss and gradient stay"
     )
+    # These two have defaults, so that configurations inside older checkpoints stay readable.
+    fill_tokens: PositiveInt | None = Field(
+        default=None,
+        description="packed only: each microbatch is filled up to so many video tokens (text is not counted), in place "
+        "of data.train_batch_size samples; null: counted in samples",
+    )
+    balance: Literal["none", "longest_first"] = Field(
+        default="none",
+        description="packed only: longest_first gives all ranks of a micro-step like work, by modelled FLOPs: its "
+        "samples are dealt out longest first, as many to each; where microbatches are filled, those of like work meet",
+    )
 
     @field_validator("mode", mode="before")
     @classmethod
@@ -84,6 +95,16 @@ class BatchingConfig(Section):
             raise ValueError(
                 f"data.batching.max_tokens={self.max_tokens} needs data.batching.mode=packed, not {self.mode}; "
                 "set the mode or max_tokens=null"
+            )
+        if self.fill_tokens is not None and self.mode != "packed":
+            raise ValueError(
+                f"data.batching.fill_tokens={self.fill_tokens} needs data.batching.mode=packed, not {self.mode}; "
+                "set the mode or fill_tokens=null"
+            )
+        if self.balance != "none" and self.mode != "packed":
+            raise ValueError(
+                f"data.batching.balance={self.balance} needs data.batching.mode=packed, not {self.mode}, whose cost "
+                "padding decides; set the mode or balance=none"
             )
         return self
 
@@ -159,7 +180,9 @@ class LatentDataConfig(Section):
     window_stride: PositiveInt | None = Field(
         description="latent frames between windows of a clip (null: the longest bucket, so they do not overlap)"
     )
-    train_batch_size: PositiveInt = Field(description="samples per rank and micro-step")
+    train_batch_size: PositiveInt = Field(
+        description="samples per rank and micro-step; not used where data.batching.fill_tokens is set"
+    )
     val_batch_size: PositiveInt = Field(description="samples per rank")
     shape_bucketed_batching: bool = Field(
         description="every microbatch of one canvas, by plan; needs height and width in the manifests"
@@ -201,6 +224,11 @@ class LatentDataConfig(Section):
                 twice = sorted({name for name in names if names.count(name) > 1})
                 if twice:
                     raise ValueError(f"{key} names {twice[0]} twice; give each source a name of its own")
+        if self.batching.fill_tokens is not None and not self.shape_bucketed_batching:
+            raise ValueError(
+                f"data.batching.fill_tokens={self.batching.fill_tokens} gives each microbatch one canvas, by plan; "
+                "set data.shape_bucketed_batching=true, or fill_tokens=null"
+            )
         if self.sources is not None and not any(source.weight > 0 for source in self.sources):
             raise ValueError("data.sources: every weight is 0; give one source a weight above 0")
         if len(set(self.buckets)) < len(self.buckets):

@@ -22,7 +22,9 @@ def _normalize(x: torch.Tensor, channel_axis: int, channels: int, dtype: torch.d
     shape[channel_axis] = channels
     mean = torch.tensor(IMAGENET_MEAN[:channels], dtype=compute, device=x.device).reshape(shape)
     std = torch.tensor(IMAGENET_STD[:channels], dtype=compute, device=x.device).reshape(shape)
-    scaled = x.to(compute) / 255
+    # By a tensor of the device: CUDA divides by a Python number as a product with its reciprocal, which gives 126 of
+    # the 256 bytes another last bit.
+    scaled = x.to(compute) / torch.full((), 255, dtype=compute, device=x.device)
     return ((scaled - mean) / std).to(dtype)
 
 

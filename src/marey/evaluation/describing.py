@@ -44,19 +44,29 @@ _DROPPED = {"tube": "tubes of tokens"}
 
 
 def model_words(model: dict[str, Any]) -> str:
-    """The encoder's size and what it reads."""
+    """The encoder's size, what it reads, and how much of it training dropped where that is known."""
     if not model:
         return ""
     if "hidden" in model:
         return _video_model_words(model)
     size = SIZES.get(str(model.get("name")))
     shape = f", width {size.width}, {size.depth} blocks, {size.heads} heads" if size else ""
+    dropped = ""
+    if model.get("token_drop_rate") is not None:
+        unit = _DROPPED.get(str(model.get("token_drop_mode")), "tokens")
+        dropped = f", {model['token_drop_rate']:.0%} of {unit} dropped in training"
     return (
         f"{model.get('name')}{shape}, patches of {model.get('tubelet_size')} x {model.get('patch_size')} x "
-        f"{model.get('patch_size')}, {model.get('attn_mode')} attention, {model.get('rope_layout')} positions, "
-        f"{model.get('token_drop_rate', 0):.0%} of {_DROPPED.get(str(model.get('token_drop_mode')), 'tokens')} dropped "
-        "in training"
+        f"{model.get('patch_size')}, {model.get('attn_mode')} attention, {model.get('rope_layout')} positions{dropped}"
     )
+
+
+def known_model(config: dict[str, Any], receipt: dict[str, Any]) -> dict[str, Any]:
+    """The configuration's ``model`` without what nobody knows: of imported weights, how they were trained."""
+    model = dict(config.get("model") or {})
+    if receipt.get("imported"):
+        model.pop("token_drop_rate", None)
+    return model
 
 
 def _video_model_words(model: dict[str, Any]) -> str:
@@ -80,8 +90,15 @@ def program_words(config: dict[str, Any]) -> str:
     over = (config.get("loss") or {}).get("normalize_over")
     return (
         f"{program.get('name')}, {text}, given + predicted frames {shown}{more}; "
-        f"{data.get('train_batch_size')} samples per rank, mode {batching.get('mode')}, loss over the {over}"
+        f"{_shared(data, batching)}, mode {batching.get('mode')}, loss over the {over}"
     )
+
+
+def _shared(data: dict[str, Any], batching: dict[str, Any]) -> str:
+    """What one microbatch of a rank holds."""
+    tokens = batching.get("fill_tokens")
+    count = f"{data.get('train_batch_size')} samples" if tokens is None else f"up to {tokens:,} tokens"
+    return f"{count} per rank" + (", ranks dealt like work" if batching.get("balance") == "longest_first" else "")
 
 
 def input_words(preprocessing: dict[str, Any]) -> str:

@@ -8,10 +8,12 @@ from marey.core.errors import UserError
 from marey.sampling.planner import MicrobatchPlanner, PlannedBatch
 
 
-def check_budget(planner: MicrobatchPlanner, *, max_tokens: int, patch: int) -> None:
+def check_budget(
+    planner: MicrobatchPlanner, *, max_tokens: int, patch: int, key: str = "data.batching.max_tokens"
+) -> None:
     """Look at every window that could be drawn; ``patch`` is the side of a token in latent cells.
 
-    Sources whose manifest has no height and width are judged when they are read.
+    Sources whose manifest has no height and width are judged when they are read. ``key`` names the budget.
     Raises UserError naming the largest window of the first source that holds one beyond ``max_tokens``.
     """
     for source in planner.windows.sources:
@@ -24,7 +26,7 @@ def check_budget(planner: MicrobatchPlanner, *, max_tokens: int, patch: int) -> 
             clip = source.manifest.clip(int(at.row[i])).clip_id
             raise UserError(
                 f"{source.name}/{clip}@{int(at.start[i])} alone has {int(tokens[i])} video tokens, more than "
-                f"data.batching.max_tokens={max_tokens}; raise it or choose shorter data.buckets"
+                f"{key}={max_tokens}; raise it or choose shorter data.buckets"
             )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from marey.config.causal import ProgramConfig
+from marey.sampling.flops import SampleCost
 from marey.sampling.planner import EpochCounts, MicrobatchPlanner
 from marey.sampling.video_tokens import frames_seen, visible_pairs
 
@@ -43,6 +44,12 @@ class Forecast:
     """Mean over micro-steps of (mean rank's tokens / busiest rank's tokens), valid ones; 1: nobody waits."""
     rank_balance_padded: float
     """The same when each microbatch is padded."""
+    flops_balance: float | None
+    """The same of modelled FLOPs, valid ones; None without a cost."""
+    flops_balance_padded: float | None
+    """The same when each microbatch is padded."""
+    samples: tuple[int, int]
+    """Of the smallest and the largest microbatch looked at."""
 
     @property
     def padding_share(self) -> float:
@@ -58,8 +65,10 @@ def forecast(
     patch: int = 1,
     multiple: int = 1,
     steps: int | None = 64,
+    cost: SampleCost | None = None,
 ) -> Forecast:
-    """Look at ``steps`` micro-steps of ``epoch`` (None: all). ``multiple``: capacities are rounded up to it.
+    """Look at ``steps`` micro-steps of ``epoch`` (None: all). ``multiple``: capacities are rounded up to it. ``cost``:
+    what samples are taken to cost, for the balance of work.
 
     Where manifests do not tell height and width a token is a whole frame.
     """
@@ -69,9 +78,15 @@ def forecast(
     sources: Counter[int] = Counter()
     tail: Counter[int] = Counter()
     valid, padded, pairs, pairs_padded = [], [], 0.0, 0.0
+    work: list[list[float]] = []
+    work_padded: list[list[float]] = []
+    sizes: list[int] = []
     chosen = _chosen(counts.micro_steps, planner.pooled, steps)
     for step in chosen:
         by_rank, by_rank_padded = [], []
+        if cost is not None:
+            work.append([])
+            work_padded.append([])
         for rank in range(planner.world):
             batch = planner.batch_at(epoch, step, rank)
             at = batch.at
@@ -83,6 +98,10 @@ def forecast(
             frames = at.prefix + at.future
             longest = np.full_like(frames, -(-int(frames.max(initial=0)) // multiple) * multiple)
             seen, capacity = frames_seen(program, frames), frames_seen(program, longest)
+            sizes.append(len(frames))
+            if cost is not None:
+                work[-1].append(float(cost.of(at).sum()))
+                work_padded[-1].append(float(cost.of(at, frames=longest).sum()))
             by_rank.append(int((seen * cells).sum()))
             by_rank_padded.append(int((capacity * cells).sum()))
             pairs += float((visible_pairs(program, at.prefix, at.future) * cells.astype(np.float64) ** 2).sum())
@@ -104,6 +123,9 @@ def forecast(
         pairs_padded=pairs_padded / steps_seen,
         rank_balance=_balance(valid),
         rank_balance_padded=_balance(padded),
+        flops_balance=None if cost is None else _balance(work),
+        flops_balance_padded=None if cost is None else _balance(work_padded),
+        samples=(min(sizes, default=0), max(sizes, default=0)),
     )
 
 
@@ -115,6 +137,6 @@ def _chosen(total: int, pooled: int, steps: int | None) -> list[int]:
     return [step for pool in starts for step in range(pool * pooled, min((pool + 1) * pooled, total))]
 
 
-def _balance(tokens: Sequence[Sequence[int]]) -> float:
-    shares = [sum(row) / len(row) / max(row) for row in tokens if max(row, default=0) > 0]
+def _balance(loads: Sequence[Sequence[float]]) -> float:
+    shares = [sum(row) / len(row) / max(row) for row in loads if max(row, default=0) > 0]
     return float(np.mean(shares)) if shares else 1.0

@@ -12,7 +12,9 @@ from marey.core.errors import UserError
 from marey.latents.geometry import Geometry
 from marey.latents.manifest import Manifest, hold_out, read_manifest, smallest_split
 from marey.latents.requests import Layout
+from marey.sampling.budget import check_budget
 from marey.sampling.draws import MixtureDraws, SequentialDraws, SpreadDraws, draw_shares
+from marey.sampling.flops import sample_cost
 from marey.sampling.planner import MicrobatchPlanner
 from marey.sampling.stream import RequestStream
 from marey.sampling.windows import SourceWindows, WindowTable
@@ -138,10 +140,11 @@ def train_stream(
 ) -> tuple[RequestStream, list[Fraction]]:
     """The training stream over ``world`` ranks, and the share of draws asked for each source.
 
-    Raises UserError for what :func:`window_table` and :func:`train_shares` refuse, grouping by shape without height and
-    width, and an epoch that does not fill one optimizer step.
+    Raises UserError for what :func:`window_table` and :func:`train_shares` refuse, grouping by shape, filling or
+    balancing without height and width, a window beyond ``data.batching.fill_tokens``, and an epoch that does not fill
+    one optimizer step.
     """
-    data = config.data
+    data, batching = config.data, config.data.batching
     table = window_table(config, sources)
     shares = train_shares(config, sources, table)
     draws = MixtureDraws(table.names, table.sizes, shares, seed=config.seed, epoch_draws=data.epoch_draws)
@@ -152,12 +155,18 @@ def train_stream(
         world=world,
         batch=data.train_batch_size,
         accumulate=config.accumulate_grad_batches,
-        tail="drop" if data.batching.drop_last_train else "repeat",
-        mode=data.batching.mode,
-        pool_size=data.batching.bucket_pool_size,
-        bucket_order=data.batching.bucket_order,
+        tail="drop" if batching.drop_last_train else "repeat",
+        mode=batching.mode,
+        pool_size=batching.bucket_pool_size,
+        bucket_order=batching.bucket_order,
         shape_grouping=data.shape_bucketed_batching,
+        fill_tokens=batching.fill_tokens,
+        patch=config.model.patch,
+        cost=sample_cost(config.model, config.program) if batching.balance == "longest_first" else None,
     )
+    if batching.fill_tokens is not None:
+        patch, key = config.model.patch, "data.batching.fill_tokens"
+        check_budget(planner, max_tokens=batching.fill_tokens, patch=patch, key=key)
     alternates = _ALTERNATES if data.on_bad_clip == "replace" else 0
     return RequestStream(planner, [source.layout for source in sources], alternates=alternates), shares
 

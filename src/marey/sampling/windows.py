@@ -122,13 +122,13 @@ class WindowTable:
         """Windows of each source."""
         return [len(source) for source in self.sources]
 
-    def require_canvas(self, *, why: str) -> None:
-        """Raise UserError naming the first source whose manifest has no height and width."""
+    def require_canvas(self, *, why: str, instead: str = "data.shape_bucketed_batching=false") -> None:
+        """Raise UserError naming the first source whose manifest has no height and width, and the way out."""
         for source in self.sources:
             if source.manifest.height is None:
                 raise UserError(
                     f"{source.manifest.path}: source {source.name} has no columns height and width, which {why} "
-                    "needs; add them, or set data.shape_bucketed_batching=false."
+                    f"needs; add them, or set {instead}."
                 )
 
     def locate(self, source: NDArray[np.int32], windows: Ints) -> Located:

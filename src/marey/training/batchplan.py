@@ -43,6 +43,15 @@ class BatchPlan:
     """Optimizer steps of the whole run; None when only trainer.max_time (or nothing) ends it."""
     epochs: float | None
     """Epochs of the whole run."""
+    mean_samples: float | None = None
+    """Samples of a micro-step on all ranks, on average over the first epoch, where microbatches are filled to a budget
+    of tokens and differ; ``statistic_batch`` is then the nearest whole number (the number of ranks where the data is
+    not known), and ``effective_batch`` and ``batch_size`` follow from it."""
+
+    @property
+    def samples_per_step(self) -> float:
+        """Samples of an optimizer step, on average."""
+        return self.effective_batch if self.mean_samples is None else self.mean_samples * self.accumulate
 
 
 def batch_plan(config: EncoderConfig, clips: int | None, *, world_size: int | None = None) -> BatchPlan:
@@ -90,15 +99,28 @@ def batch_plan(config: EncoderConfig, clips: int | None, *, world_size: int | No
 
 
 def latent_plan(
-    config: CausalConfig, *, draws: int | None, dropped: int, micro_steps: int | None, world_size: int
+    config: CausalConfig,
+    *,
+    draws: int | None,
+    dropped: int,
+    micro_steps: int | None,
+    world_size: int,
+    planned: int | None = None,
 ) -> BatchPlan:
     """The steps of a causal run whose first epoch has ``draws`` draws in ``micro_steps`` micro-steps (None: unknown).
+
+    ``planned``: samples in those micro-steps, which say how large a filled microbatch is on average.
 
     Raises:
         UserError: a limit that leaves none, or validation never reached.
     """
     trainer, batch, accumulate = config.trainer, config.data.train_batch_size, config.accumulate_grad_batches
-    statistic = world_size * batch
+    statistic, mean = world_size * batch, None
+    if config.data.batching.fill_tokens is not None:
+        if planned and micro_steps:
+            mean = planned / micro_steps
+        statistic = max(world_size, round(mean or 0))
+        batch = max(1, round(statistic / world_size))
     steps = total = limited = None
     epochs = None
     if micro_steps is not None:
@@ -125,6 +147,7 @@ def latent_plan(
         limited_clips=limited,
         total_steps=total,
         epochs=epochs,
+        mean_samples=mean,
     )
 
 

@@ -67,6 +67,12 @@ def _sample_line(config: CausalConfig, *, world_size: int) -> str:
     batch, accumulate = config.data.train_batch_size, config.accumulate_grad_batches
     value = world_size * batch * accumulate
     ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
+    filled = config.data.batching.fill_tokens
+    if filled is not None:
+        return (
+            f"effective batch  counted in tokens: {ranks} x {filled:,} at most x {accumulate} accumulated; in samples "
+            "it differs from step to step"
+        )
     against = _against(value, config.recipe.reference.effective_batch, config.recipe.name)
     return f"effective batch  {value:>6} samples  ({ranks} x {batch} samples x {accumulate} accumulated; {against})"
 
@@ -74,6 +80,8 @@ def _sample_line(config: CausalConfig, *, world_size: int) -> str:
 def restore_lines(config: RunConfig, *, world_size: int) -> list[str]:
     """Which overrides give the recipe's numbers back on this many ranks; empty when nothing differs."""
     if isinstance(config, CausalConfig):
+        if config.data.batching.fill_tokens is not None:
+            return []
         wanted = config.recipe.reference.effective_batch
         micro_step = world_size * config.data.train_batch_size
         alone = _accumulation_for(wanted, micro_step)

@@ -99,7 +99,7 @@ class LatentLedger:
         overall = micro_step if self._fixed_epoch else epoch * self._per_epoch + micro_step
         if self._fixed_epoch or not self._walk.ends_epoch(overall):
             return None
-        positions = self._planner.dropped()
+        positions = self._planner.dropped(self._walk.at(overall)[0])
         if not len(positions):
             return None
         drawn = self._planner.draws.at(self._walk.at(overall)[0], positions)

@@ -13,6 +13,7 @@ from marey.config.causal import DEMO, MODES, CausalConfig
 from marey.core.errors import UserError
 from marey.latents.codec_record import recorded_codec
 from marey.sampling.budget import check_shapes
+from marey.sampling.flops import sample_cost
 from marey.sampling.forecast import Forecast, forecast
 from marey.sampling.latent_stream import NamedManifest, Sources, read_sources, train_stream, validation_stream
 from marey.sampling.planner import MicrobatchPlanner
@@ -54,10 +55,22 @@ def latent_lines(config: CausalConfig) -> tuple[BatchPlan, list[str], str | None
     planner = stream.planner
     pt = config.model.patch_t
     multiple = config.data.batching.pad_to_multiple_of
-    found = forecast(planner, program=config.program, patch=config.model.patch, multiple=multiple, steps=LOOKED_AT)
+    found = forecast(
+        planner,
+        program=config.program,
+        patch=config.model.patch,
+        multiple=multiple,
+        steps=LOOKED_AT,
+        cost=sample_cost(config.model, config.program),
+    )
     counts = found.counts
     plan = latent_plan(
-        config, draws=counts.drawn, dropped=counts.dropped, micro_steps=counts.micro_steps, world_size=world
+        config,
+        draws=counts.drawn,
+        dropped=counts.dropped,
+        micro_steps=counts.micro_steps,
+        world_size=world,
+        planned=counts.planned,
     )
     channels, problem = _looked_into(config, both, stream, world=world)
     cost = _cost(config, found, channels=config.model.channels or channels or UNKNOWN_CHANNELS, pt=pt)
@@ -65,8 +78,9 @@ def latent_lines(config: CausalConfig) -> tuple[BatchPlan, list[str], str | None
         *(_source_line(source, planner, i) for i, source in enumerate(sources)),
         "",
         *_bucket_lines(found),
-        *_padding_lines(config, sources, world=world, own=found),
-        *_rank_lines(found, plan),
+        *_padding_lines(config, sources, plan, own=found),
+        *_filled_lines(config, found, plan),
+        *_rank_lines(config, found, plan),
         "",
         *_step_lines(plan, found),
         *_exposure_lines(planner, plan, found, [float(share) for share in shares]),
@@ -162,16 +176,22 @@ def _bucket_lines(found: Forecast) -> list[str]:
     ]
 
 
-def _padding_lines(config: CausalConfig, sources: Sequence[NamedManifest], *, world: int, own: Forecast) -> list[str]:
-    """What each mode would show the heavy layers, on the same draws."""
+def _padding_lines(
+    config: CausalConfig, sources: Sequence[NamedManifest], plan: BatchPlan, *, own: Forecast
+) -> list[str]:
+    """What each mode would show the heavy layers, on the same draws and with as many samples a microbatch."""
+    world, batch = plan.world_size, config.data.train_batch_size
+    if plan.mean_samples is not None:
+        batch = max(1, int(plan.mean_samples / world))
     mode = config.data.batching.mode
     shares = {"packed": "0% padding"}
     for other in ("padded", "bucket"):
         if other == mode:
             found = own
         else:
-            batching = config.data.batching.model_copy(update={"mode": other, "max_tokens": None})
-            data = config.data.model_copy(update={"batching": batching})
+            none = {"max_tokens": None, "fill_tokens": None, "balance": "none"}
+            batching = config.data.batching.model_copy(update={"mode": other, **none})
+            data = config.data.model_copy(update={"batching": batching, "train_batch_size": batch})
             stream, _ = train_stream(config.model_copy(update={"data": data}), sources, world=world)
             multiple = batching.pad_to_multiple_of
             found = forecast(
@@ -187,12 +207,31 @@ def _padding_lines(config: CausalConfig, sources: Sequence[NamedManifest], *, wo
     ]
 
 
-def _rank_lines(found: Forecast, plan: BatchPlan) -> list[str]:
+def _filled_lines(config: CausalConfig, found: Forecast, plan: BatchPlan) -> list[str]:
+    """How full microbatches are that are filled to a budget."""
+    budget = config.data.batching.fill_tokens
+    if budget is None or plan.mean_samples is None:
+        return []
+    fewest, most = found.samples
+    return [
+        f"filled           to {budget:,} video tokens a microbatch (text is not counted): "
+        f"{found.tokens / plan.world_size / budget:.1%} of them used, {plan.mean_samples / plan.world_size:,.2f} "
+        f"samples on average ({fewest:,} to {most:,} in those looked at), "
+        f"{plan.samples_per_step:,.1f} on average in an optimizer step"
+    ]
+
+
+def _rank_lines(config: CausalConfig, found: Forecast, plan: BatchPlan) -> list[str]:
     if plan.world_size == 1:
         return []
+    padded = config.data.batching.mode in ("padded", "bucket")
+    work = found.flops_balance_padded if padded else found.flops_balance
+    assert work is not None
     return [
         f"ranks            {plan.world_size}: the mean rank has {found.rank_balance:.1%} of the busiest one's valid "
-        f"tokens ({found.rank_balance_padded:.1%} when padded)"
+        f"tokens ({found.rank_balance_padded:.1%} when padded)",
+        f"                 and {work:.1%} of its modelled FLOPs in this mode "
+        f"(data.batching.balance={config.data.batching.balance})",
     ]
 
 
@@ -200,7 +239,7 @@ def _step_lines(plan: BatchPlan, found: Forecast) -> list[str]:
     counts = found.counts
     lines = [
         f"steps            {plan.steps_per_epoch:,} optimizer steps per epoch ({plan.micro_steps_per_epoch:,} "
-        f"micro-steps of {plan.statistic_batch:,} samples; of {counts.drawn:,} draws {counts.dropped:,} fill no step "
+        f"micro-steps of {_micro_step(plan)}; of {counts.drawn:,} draws {counts.dropped:,} fill no step "
         f"and are dropped; {counts.repeated:,} tail repeats)"
     ]
     if plan.total_steps is None:
@@ -210,6 +249,12 @@ def _step_lines(plan: BatchPlan, found: Forecast) -> list[str]:
     return lines
 
 
+def _micro_step(plan: BatchPlan) -> str:
+    if plan.mean_samples is None:
+        return f"{plan.statistic_batch:,} samples"
+    return f"{plan.mean_samples:,.1f} samples on average"
+
+
 def _exposure_lines(planner: MicrobatchPlanner, plan: BatchPlan, found: Forecast, shares: Sequence[float]) -> list[str]:
     """Samples by source: by the plan itself where all of an epoch was looked at, else by the shares asked for."""
     lines = []
@@ -217,7 +262,7 @@ def _exposure_lines(planner: MicrobatchPlanner, plan: BatchPlan, found: Forecast
     for name, size, asked in zip(planner.windows.names, planner.windows.sizes, shares, strict=True):
         seen = ""
         if plan.total_steps is not None and size:
-            total = plan.total_steps * plan.effective_batch
+            total = plan.total_steps * plan.samples_per_step
             samples, tail = total * (found.draws[name] if whole else asked), total * found.tail[name]
             seen = (
                 f", {samples:,.0f} samples in all, each window {samples / size:,.2f} times "
@@ -236,8 +281,9 @@ def _cost(config: CausalConfig, found: Forecast, *, channels: int, pt: int) -> L
     tokens = (found.tokens_padded if padded else found.tokens) / pt
     pairs = (found.pairs_padded if padded else found.pairs) / pt**2
     patch = channels * pt * model.patch**2
-    linear = tokens * (model.layers * (8 + 4 * model.mlp_ratio) * model.hidden**2 + 4 * patch * model.hidden)
-    attention = 4 * pairs * model.hidden * model.layers
+    blocks = sample_cost(model, config.program)
+    linear = tokens * (blocks.token + 4 * patch * model.hidden)
+    attention = pairs * blocks.pair
     return LatentCost(tokens=tokens, flops=3 * (linear + attention), attention_flops=3 * attention)
 
 

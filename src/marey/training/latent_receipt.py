@@ -86,9 +86,8 @@ def opening_lines(
         f"steps         {plan.steps_per_epoch:,} optimizer steps per epoch, {total}; {counts.dropped:,} draws of an "
         f"epoch fill no step, {counts.repeated:,} samples are repeated to complete one"
     )
-    batching = config.data.batching
     yield (
-        f"batching      {batching.mode}, {plan.batch_size} samples per rank; loss over the "
+        f"batching      {config.data.batching.mode}, {_microbatch_words(config, plan)}; loss over the "
         f"{config.loss.normalize_over}; noise {config.noise}"
     )
     yield f"average       {describe_rule(config.ema)}"
@@ -104,10 +103,35 @@ def opening_lines(
         )
 
 
+def _microbatch_words(config: CausalConfig, plan: BatchPlan) -> str:
+    batching = config.data.batching
+    words = f"{plan.batch_size} samples per rank"
+    if plan.mean_samples is not None:
+        words = (
+            f"filled to {batching.fill_tokens:,} video tokens, {plan.mean_samples / plan.world_size:.1f} samples per "
+            f"rank on average (effective batch {plan.samples_per_step:,.1f} on average)"
+        )
+    return words if batching.balance == "none" else f"{words}, ranks balanced longest first"
+
+
 def reference_differences(config: CausalConfig) -> list[dict[str, str]]:
     """Where this run departs from the reference method, or this program always does."""
     batching = config.data.batching
+    filled = {
+        "what": "samples of a microbatch",
+        "published": "a fixed number",
+        "here": f"as many as fill {batching.fill_tokens} video tokens",
+        "restore": "data.batching.fill_tokens=null",
+    }
+    balanced = {
+        "what": "which rank of a micro-step takes which sample",
+        "published": "blocks of the drawn order",
+        "here": "like work for every rank, by modelled FLOPs",
+        "restore": "data.batching.balance=none",
+    }
     return [
+        *([filled] if batching.fill_tokens is not None else []),
+        *([balanced] if batching.balance != "none" else []),
         {
             "what": "order of a pool's microbatches",
             "published": "ascending in length (sorted)",
@@ -186,6 +210,7 @@ def partition_problem(config: CausalConfig, planner: MicrobatchPlanner, *, old_w
             (config.noise != "per_sample", "noise=per_sample"),
             (config.loss.normalize_over != "step", "loss.normalize_over=step"),
             (config.data.batching.mode == "bucket", "a data.batching.mode other than bucket"),
+            (config.data.batching.fill_tokens is not None, "data.batching.fill_tokens=null from the start"),
             (planner.shape_grouping and len(canvases_of(planner)) > 1, "one canvas"),
         )
         if there

@@ -22,8 +22,6 @@ from marey.sampling.stream import RequestStream
 
 DEMO_SIDE = 32
 """Pixels of the demo's frames before they are encoded: small enough to train on in minutes without a GPU."""
-PRELOADED = ("marey.training.latent_batch", "marey.latents.dataset")
-"""What a worker that reads latents imports."""
 
 
 def is_manifest(path: str) -> bool:
@@ -72,9 +70,13 @@ def resolve_data(data: LatentDataConfig) -> LatentDataConfig:
     Raises:
         UserError: a store that cannot be opened, a codec that does not exist, frames that it cannot encode.
     """
-    from marey.training.latent_store import encoded
 
-    return with_manifests(data, lambda path: encoded(path, data))
+    def manifest_of(path: str) -> Path:
+        from marey.training.latent_store import encoded  # deferred: manifests need nothing of what reads frames
+
+        return encoded(path, data)
+
+    return with_manifests(data, manifest_of)
 
 
 def with_manifests(data: LatentDataConfig, manifest_of: Callable[[str], Path]) -> LatentDataConfig:
@@ -92,7 +94,7 @@ def with_manifests(data: LatentDataConfig, manifest_of: Callable[[str], Path]) -
 
 
 class Streams(NamedTuple):
-    """Both sides of a run's data. ``counting`` plans the same as ``train``, with caches of its own."""
+    """Both sides of a run's data. ``counting`` plans the same as ``train``, with caches of its own for microbatches."""
 
     sources: Sources
     train: RequestStream
@@ -110,10 +112,9 @@ def open_streams(config: CausalConfig, *, world: int, validates: bool) -> Stream
     """
     sources = read_sources(config.data, validates=validates)
     train, shares = train_stream(config, sources.train, world=world)
-    counting, _ = train_stream(config, sources.train, world=world)
     val = validation_stream(config, sources.val, world=world) if validates else None
     check_streams(config, train, val)
-    return Streams(sources, train, counting.planner, shares, val)
+    return Streams(sources, train, train.planner.twin(), shares, val)
 
 
 def check_streams(config: CausalConfig, train: RequestStream, val: RequestStream | None) -> None:
@@ -130,14 +131,14 @@ def check_streams(config: CausalConfig, train: RequestStream, val: RequestStream
 
 
 class Walk:
-    """Micro-steps counted through all epochs of the data, whose lengths may differ where canvases are grouped.
+    """Micro-steps counted through all epochs of the data, whose lengths may differ where epochs are planned as a whole.
 
-    A run has one: where canvases are grouped, the first look at an epoch plans every epoch before it.
+    A run has one: where they are, the first look at an epoch plans every epoch before it.
     """
 
     def __init__(self, planner: MicrobatchPlanner) -> None:
         self._planner = planner
-        self._equal = None if planner.shape_grouping else planner.micro_steps(0)
+        self._equal = None if planner.epochs_vary else planner.micro_steps(0)
         self._ends: list[int] = []
 
     def at(self, micro_step: int) -> tuple[int, int]:
@@ -165,11 +166,12 @@ class LatentSteps:
     """
 
     chunks = 1
-    batch_key = "data.train_batch_size"
 
     def __init__(self, stream: RequestStream, *, per_epoch: int, fixed_epoch: bool, walk: Walk | None = None) -> None:
         self._stream, self._per_epoch, self._fixed_epoch = stream, per_epoch, fixed_epoch
         self._walk = Walk(stream.planner) if walk is None else walk
+        filled = stream.planner.fill_tokens is not None
+        self.batch_key = "data.batching.fill_tokens" if filled else "data.train_batch_size"
 
     def overall(self, epoch: int, micro_step: int) -> int:
         """The micro-step as counted through all epochs of the data."""

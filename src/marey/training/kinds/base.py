@@ -84,7 +84,7 @@ class Kind(ABC):
     """Keys whose change an exact resume accepts without asking, besides the trainer's own."""
     partition: ClassVar[tuple[str, ...]]
     """Keys that say how ranks share one experiment's batches."""
-    batch_key: ClassVar[str]
+    batch_key: str
     """The key that says how large a rank's batch is."""
     model_keys: ClassVar[tuple[str, ...]]
     """Keys and sections that say what the weights compute."""

@@ -32,7 +32,6 @@ from marey.training.latent_receipt import (
     validation_facts,
 )
 from marey.training.latents import (
-    PRELOADED,
     LatentSteps,
     Walk,
     build_reader,
@@ -42,6 +41,7 @@ from marey.training.latents import (
     text_encoder,
 )
 from marey.training.loader import MicroStepLoader
+from marey.training.workers import LATENT_MODULES
 
 OWN = ("total", "elements", "tokens_seen", "pairs", "pairs_seen")
 """Numbers of a step, before those measured by source."""
@@ -77,7 +77,6 @@ class CausalKind(Kind):
         "data.verify_sha256",
     )
     partition = ("data.train_batch_size", "trainer.devices", "trainer.num_nodes", "trainer.strategy")
-    batch_key = "data.train_batch_size"
     model_keys = ("model", "program", "data.text.encoder")
     meaning = (
         "data.text.encoder",
@@ -102,6 +101,8 @@ class CausalKind(Kind):
         model = config.model.model_copy(update={"channels": channels})
         self.config: CausalConfig = config.model_copy(update={"model": model})
         self.text = text_encoder(config)
+        filled = config.data.batching.fill_tokens is not None
+        self.batch_key = "data.batching.fill_tokens" if filled else "data.train_batch_size"
         self.counts = self.planner.counts(0)
         self.plan = latent_plan(
             self.config,
@@ -109,6 +110,7 @@ class CausalKind(Kind):
             dropped=self.counts.dropped,
             micro_steps=self.counts.micro_steps,
             world_size=world,
+            planned=self.counts.planned,
         )
         self.names = self.planner.windows.names
         self.sums = len(OWN) + len(self.names) * len(MEASURED)
@@ -137,7 +139,7 @@ class CausalKind(Kind):
             config=self.config.loader,
             micro_steps=micro_steps,
             collate=collate,
-            preload=PRELOADED,
+            preload=LATENT_MODULES,
             pin_memory=pin_memory,
             from_the_top=top,
         )
@@ -294,7 +296,10 @@ class CausalKind(Kind):
     def row(self, record: MicroStepRecord, sums: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         """What the heavy layers saw that was not needed."""
         _, _, tokens_seen, pairs, pairs_seen = sums["numbers"][: len(OWN)]
+        # Counted, since microbatches that are filled to a budget differ.
+        samples = sum(sums["numbers"][len(OWN) + MEASURED.index("reached") :: len(MEASURED)])
         return {
+            "samples_per_second": round(samples / max(sums["seconds"], 1e-9), 3),
             "padding_share": 1 - sums["tokens"] / tokens_seen,
             "attention_utilisation": pairs / pairs_seen,
             "tokens_seen": self._consumed.tokens,
@@ -377,7 +382,13 @@ class CausalKind(Kind):
 
     def out_of_memory(self) -> str:
         """Smaller forward passes."""
-        if self.config.data.batching.mode == "packed":
+        batching = self.config.data.batching
+        if batching.fill_tokens is not None:
+            return (
+                f"the device ran out of memory in a microbatch of up to {batching.fill_tokens} video tokens; "
+                "data.batching.max_tokens bounds those of a forward pass and gives the same results"
+            )
+        if batching.mode == "packed":
             return (
                 f"the device ran out of memory with {self.plan.batch_size} samples; data.batching.max_tokens bounds "
                 "the tokens of a forward pass and gives the same results"
