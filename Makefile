@@ -5,11 +5,12 @@ BIN := .venv/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help demo test check lint docs clean
+.PHONY: help demo test bench check lint docs clean
 help:
 	@echo "make demo   set up, then the whole story on embedded data (about five minutes on two cores)"
 	@echo "make test   set up, then all tests"
 	@echo "make lint   set up, then ruff and mypy"
+	@echo "make bench  set up, then every benchmark in short, in under ten minutes: build/benchmarks/"
 	@echo "make docs   set up, then these pages as a site: build/site/index.html"
 	@echo "make clean  remove .venv and caches"
 
@@ -18,6 +19,9 @@ demo: .venv/.installed
 
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest
+
+bench: .venv/.installed-dev
+	$(BIN)/python -m benchmarks all --quick
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

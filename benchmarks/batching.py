@@ -5,7 +5,9 @@
 Each mix draws microbatches of 8 samples, and every mode trains on the same samples: forward, backward and one AdamW
 step a microbatch. ``loop`` is strict batching with one sample at a time, gradients accumulated over the same 8.
 ``bucket`` sorts a pool of the benchmark's samples by length and cuts it into microbatches of 8, as training does.
-Seconds are CPU seconds of the process. Peak memory is measured in a fresh process for each mode and mix.
+The modes take turns, one optimizer step each, in one process for each mix; seconds are its CPU seconds. Peak memory is
+measured in a fresh process for each mode and mix, over all its steps; ``--quick`` leaves it out, and takes half the
+steps: the samples of a mix are fewer then, and ``bucket`` sorts a smaller pool.
 """
 
 from __future__ import annotations
@@ -13,21 +15,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its threads
 
 import torch
 
-from machine import describe_machine, remark
+from machine import describe_machine, peak_bytes, remark
 from marey.batching.transport import LatentBatch, Mode, collate
+from marey.core.files import write_json
 from marey.core.keys import rng, torch_generator
 from marey.core.latents import Identity, LatentSample
 from marey.models.video_transformer import VideoTransformerSize, build_video_transformer
 from marey.objectives.prefix_suffix import PrefixSuffixObjective
+from marey.objectives.video_decoder import VideoStepOutput
 from marey.objectives.video_program import ProgramSettings
+from tables import NONE, markdown, number
 
 CHANNELS, TEXT_CHANNELS, BATCH = 16, 64, 8
 SHORT = [(1, 3), (2, 6), (3, 9), (4, 12), (5, 15)]
@@ -35,6 +43,7 @@ LONG = [(p, f) for p in (1, 2, 4, 8, 16) for f in (2, 4, 8, 16, 32, 48)]
 MIXES = {"8x8": (8, SHORT), "16x16": (16, SHORT), "long": (8, LONG)}
 MODES = ("loop", "padded", "bucket", "packed")
 HIDDEN, DEPTH, HEADS = 256, 4, 4
+STEPS, QUICK_STEPS = 6, 3
 
 
 def make_samples(mix: str, count: int, *, text: bool) -> list[LatentSample]:
@@ -60,105 +69,168 @@ def make_samples(mix: str, count: int, *, text: bool) -> list[LatentSample]:
     return samples
 
 
+def transport_of(mode: str) -> Mode:
+    modes: dict[str, Mode] = {"loop": "strict", "padded": "padded", "bucket": "bucket", "packed": "packed"}
+    return modes[mode]
+
+
 def make_batches(samples: list[LatentSample], mode: str) -> list[list[LatentBatch]]:
     """Optimizer steps, each a list of microbatches."""
     if mode == "bucket":
         samples = sorted(samples, key=lambda sample: sample.length_hint)
     cuts = [samples[i : i + BATCH] for i in range(0, len(samples), BATCH)]
     if mode == "loop":
-        return [[collate([sample], mode="strict") for sample in cut] for cut in cuts]
-    transport: Mode = mode  # type: ignore[assignment]
-    return [[collate(cut, mode=transport)] for cut in cuts]
+        return [[collate([sample], mode=transport_of(mode)) for sample in cut] for cut in cuts]
+    return [[collate(cut, mode=transport_of(mode))] for cut in cuts]
 
 
-def measure(mix: str, mode: str, *, steps: int, text: bool) -> dict[str, float | str]:
+def build_objective(mode: str, *, text: bool) -> PrefixSuffixObjective:
     size = VideoTransformerSize(
         channels=CHANNELS, width=HIDDEN, depth=DEPTH, heads=HEADS, text_channels=TEXT_CHANNELS if text else None
     )
-    objective = PrefixSuffixObjective(
-        build_video_transformer(size, seed=0), ProgramSettings(mode="strict" if mode == "loop" else mode, seed=0)
+    return PrefixSuffixObjective(
+        build_video_transformer(size, seed=0), ProgramSettings(mode=transport_of(mode), seed=0)
     )
-    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-4)
-    samples = make_samples(mix, steps * BATCH, text=text)
-    batches = make_batches(samples, mode)
 
-    def train(microbatches: list[LatentBatch], step: int) -> list:
-        outputs = []
+
+@dataclass
+class Trained:
+    """One mode on one mix: its model, its batches, and what its timed steps gave."""
+
+    mode: str
+    objective: PrefixSuffixObjective
+    optimizer: torch.optim.Optimizer
+    batches: list[list[LatentBatch]]
+    seconds: list[float] = field(default_factory=list)
+    outputs: list[VideoStepOutput] = field(default_factory=list)
+
+    def step(self, number: int) -> list[VideoStepOutput]:
+        microbatches, outputs = self.batches[number], []
         for batch in microbatches:
-            output = objective.forward_train_batch(batch, micro_step=step)
-            (output.loss / len(microbatches)).backward()
+            output = self.objective.forward_train_batch(batch, micro_step=number)
+            torch.autograd.backward(output.loss / len(microbatches))
             outputs.append(output._replace(loss=output.loss.detach()))
-        optimizer.step()
-        optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return outputs
 
-    train(batches[-1], 0)  # the optimizer's state and the allocator's pools exist from here on
-    outputs = []
-    start = time.process_time()
-    for step, microbatches in enumerate(batches):
-        outputs += train(microbatches, step)
-    seconds = time.process_time() - start
-    tokens, seen = sum(o.tokens for o in outputs), sum(o.tokens_seen for o in outputs)
-    return {
-        "mix": mix,
-        "mode": mode,
-        "samples_per_cpu_second": len(samples) / seconds,
-        "tokens_per_cpu_second": tokens / seconds,
-        "padding_share": 1 - tokens / seen,
-        "utilisation": tokens / seen,
-        "attention_utilisation": sum(o.pairs for o in outputs) / sum(o.pairs_seen for o in outputs),
-        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "parameters": sum(p.numel() for p in objective.parameters()),
-    }
+
+def prepare(mix: str, mode: str, *, steps: int, text: bool) -> Trained:
+    objective = build_objective(mode, text=text)
+    optimizer = torch.optim.AdamW(objective.parameters(), lr=1e-4)
+    trained = Trained(mode, objective, optimizer, make_batches(make_samples(mix, steps * BATCH, text=text), mode))
+    trained.step(len(trained.batches) - 1)  # the optimizer's state and the allocator's pools exist from here on
+    return trained
 
 
-def in_fresh_process(mix: str, mode: str, arguments: argparse.Namespace) -> dict[str, float | str]:
-    command = [sys.executable, __file__, "--mix", mix, "--mode", mode, "--steps", str(arguments.steps), "--one"]
+def measure(mix: str, modes: list[str], *, steps: int, repeats: int, text: bool) -> list[dict[str, Any]]:
+    """The modes in turns, step by step; each mode's fastest round counts."""
+    runs = [prepare(mix, mode, steps=steps, text=text) for mode in modes]
+    for _ in range(repeats):
+        for run in runs:
+            run.outputs.clear()
+            run.seconds.append(0.0)
+        for step in range(steps):
+            for run in runs:
+                start = time.process_time()
+                run.outputs += run.step(step)
+                run.seconds[-1] += time.process_time() - start
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        seconds, outputs = min(run.seconds), run.outputs
+        tokens, seen = sum(o.tokens for o in outputs), sum(o.tokens_seen for o in outputs)
+        row = {
+            "mix": mix,
+            "mode": run.mode,
+            "samples_per_cpu_second": steps * BATCH / seconds,
+            "tokens_per_cpu_second": tokens / seconds,
+            "padding_share": 1 - tokens / seen,
+            "utilisation": tokens / seen,
+            "attention_utilisation": sum(o.pairs for o in outputs) / sum(o.pairs_seen for o in outputs),
+            "peak_mib": None,
+            "parameters": sum(p.numel() for p in run.objective.parameters()),
+        }
+        rows.append(row)
+    loop = next((row["samples_per_cpu_second"] for row in rows if row["mode"] == "loop"), None)
+    for row in rows:
+        row["against_loop"] = loop and row["samples_per_cpu_second"] / loop
+    return rows
+
+
+def measure_peak(mix: str, mode: str, *, steps: int, text: bool) -> float:
+    """MiB that this process has held after all steps of one mode."""
+    run = prepare(mix, mode, steps=steps, text=text)
+    for step in range(steps):
+        run.step(step)
+    return peak_bytes() / 2**20
+
+
+def in_fresh_process(mix: str, modes: list[str], arguments: argparse.Namespace, *, peak: bool = False) -> Any:
+    command = [sys.executable, __file__, "--one", "peak" if peak else "speed", "--mix", mix]
+    command += [word for mode in modes for word in ("--mode", mode)]
+    command += ["--steps", str(arguments.steps), "--repeats", str(arguments.repeats)]
     command += ["--threads", str(arguments.threads), *([] if arguments.text else ["--no-text"])]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    row: dict[str, float | str] = json.loads(done.stdout)
-    return row
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout)
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    header = ["mix", "mode", "samples/s", "tokens/s", "against loop", "padding", "utilisation", "attention useful"]
+    shares = ("against_loop", "padding_share", "utilisation", "attention_utilisation")
+    return markdown(
+        [*header, "peak, MiB"],
+        [
+            [
+                row["mix"],
+                row["mode"],
+                f"{row['samples_per_cpu_second']:.2f}",
+                f"{row['tokens_per_cpu_second']:.0f}",
+                *(NONE if row[key] is None else f"{row[key]:.2f}" for key in shares),
+                number(row["peak_mib"], 4),
+            ]
+            for row in rows
+        ],
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mix", choices=list(MIXES), action="append")
     parser.add_argument("--mode", choices=MODES, action="append")
-    parser.add_argument("--steps", type=int, default=6, help="microbatches of 8 samples")
-    parser.add_argument("--repeats", type=int, default=1, help="fresh processes for each row; the fastest is shown")
-    parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "1")))
+    parser.add_argument("--steps", type=int, help=f"optimizer steps of 8 samples ({STEPS}; with --quick {QUICK_STEPS})")
+    parser.add_argument("--repeats", type=int, default=1, help="rounds over all steps; each mode's fastest is shown")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's own number by default")
     parser.add_argument("--text", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--quick", action="store_true", help="half the steps, no peak memory")
     parser.add_argument("--json", type=Path, help="also write the rows there, with the machine's description")
-    parser.add_argument("--one", action="store_true", help="measure one row in this process, print it as JSON")
+    parser.add_argument("--one", choices=("speed", "peak"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.steps is None:
+        arguments.steps = QUICK_STEPS if arguments.quick else STEPS
     torch.set_num_threads(arguments.threads)
     mixes, modes = arguments.mix or list(MIXES), arguments.mode or list(MODES)
-    if arguments.one:
-        print(json.dumps(measure(mixes[0], modes[0], steps=arguments.steps, text=arguments.text)))
+    what: dict[str, Any] = {"steps": arguments.steps, "text": arguments.text}
+    if arguments.one == "speed":
+        print(json.dumps(measure(mixes[0], modes, repeats=arguments.repeats, **what)))
+        return
+    if arguments.one == "peak":
+        print(json.dumps(measure_peak(mixes[0], modes[0], **what)))
         return
     machine = describe_machine()
-    print(f"{machine['cpu']}, {arguments.threads} thread(s), torch {machine['torch']}")
+    threads, steps = arguments.threads, arguments.steps
+    print(f"{machine['cpu']}, {threads} thread(s), {steps} steps of {BATCH} samples; seconds are the CPU's")
+    if arguments.quick:
+        print(f"--quick: no peak memory, and bucket sorts {steps * BATCH} samples instead of {STEPS * BATCH}")
     if note := remark(machine):
         print(note)
-    kept: list[dict[str, float | str]] = []
-    print("| mix | mode | samples/s | tokens/s | against loop | padding | utilisation | attention | peak MiB |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    rows: list[dict[str, Any]] = []
     for mix in mixes:
-        base = 0.0
-        # Rounds over the modes, so that a busy spell of the machine does not fall on one of them alone.
-        rounds = [[in_fresh_process(mix, mode, arguments) for mode in modes] for _ in range(arguments.repeats)]
-        for rows in zip(*rounds, strict=True):
-            row = max(rows, key=lambda r: r["samples_per_cpu_second"])
-            base = base or row["samples_per_cpu_second"]
-            kept.append(row)
-            print(
-                f"| {mix} | {row['mode']} | {row['samples_per_cpu_second']:.2f} | {row['tokens_per_cpu_second']:.0f} | "
-                f"{row['samples_per_cpu_second'] / base:.2f} | {row['padding_share']:.2f} | {row['utilisation']:.2f} | "
-                f"{row['attention_utilisation']:.2f} | {row['peak_mib']:.0f} |",
-                flush=True,
-            )
+        rows += in_fresh_process(mix, modes, arguments)
+        for row in rows[-len(modes) :] if not arguments.quick else []:
+            row["peak_mib"] = in_fresh_process(mix, [row["mode"]], arguments, peak=True)
+    print(report(rows))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": machine, "rows": kept}, indent=2) + "\n")
+        write_json(arguments.json, {"machine": machine, "quick": arguments.quick, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -39,20 +39,15 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.machine import describe_machine, remark
-
 from marey.core.keys import rng
 from marey.pixels.pool import Finished, Progressed, run_tasks
 
 if TYPE_CHECKING:
-    from marey.pixels.ingest import IngestReport
+    from marey.pixels.report import IngestReport
 
 ORIGINALS = ("bikes.mp4", "bigbuckbunny.mp4", "carphone_pristine.mp4", "carphone_distorted.mp4")
 SHORT_FRAMES, SHORT_EDGE = 40, 96
-CONTAINERS = (
+CONTAINERS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("libx264", "mp4", {}),
     ("libx264", "mp4", {"movflags": "faststart"}),
     ("libx264", "mkv", {}),
@@ -418,6 +413,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+
+    from machine import describe_machine, remark  # beside this script; as a module of its own it needs no machine
+
     machine = describe_machine()
     with tempfile.TemporaryDirectory() as folder:
         outcome = run(

@@ -1,7 +1,7 @@
 """Seconds of one encoder training step against the matrix products that it cannot do without.
 
-    python benchmarks/encoder_step.py --size vit_tiny --batch 8 --steps 3 --json out.json
-    python benchmarks/encoder_step.py                        # ViT-Tiny with 8 clips, then ViT-B with 4
+    python benchmarks/encoder_step.py --json out.json        # ViT-Tiny with 8 clips, then ViT-B with 4
+    python benchmarks/encoder_step.py --size vit_tiny --batch 8 --plain
 
 The step: forward and backward of the default recipe's whole objective (11 views at full size, 95% token drop,
 projector, SIGReg) in float32, from the uint8 patches that the loader ships to the gradients of all parameters;
@@ -12,15 +12,17 @@ kept ones and [CLS]), forward (X W^T) and backward (dY W and dY^T X), into memor
 attention, norms, GELU, residuals, patch embedding, projector, loss. (The step itself computes less of the last
 layer than the floor counts, where only [CLS] is needed.)
 
-Floor and step take turns, so that both see the same machine; medians are reported.
+Floor and step take turns, so that both see the same machine; medians are reported. Peak memory is the process's own
+after its first step, everything included: weights, gradients, activations, the libraries.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,7 +33,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch starts its t
 
 import torch
 
-from machine import describe_machine, remark
+from floor import block_products, make_floor
+from machine import describe_machine, peak_bytes, remark
 from marey.config.compose import load_config
 from marey.config.schema import EncoderConfig
 from marey.config.sizes import SIZES
@@ -47,14 +50,16 @@ from marey.core.tokens import (
 from marey.objectives.invariance import InvarianceObjective
 from marey.objectives.registry import build
 from plain_step import plain_loss
+from tables import markdown, number
 
 DEFAULT_CLIPS = {"vit_tiny": 8, "vit_base": 4}
 
 
-def peak_bytes() -> int:
-    """The most memory this process has held (bytes)."""
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+def build_encoder_objective(size: str) -> InvarianceObjective:
+    """The default recipe's objective with this encoder, in float32."""
+    objective = build(load_config([f"model.name={size}", "trainer.precision=32-true"]))
+    assert isinstance(objective, InvarianceObjective)
+    return objective
 
 
 def make_view(config: EncoderConfig, clips: int, view: int, size: int) -> tuple[torch.Tensor, ...]:
@@ -100,25 +105,6 @@ def make_batch(config: EncoderConfig, clips: int, *, whole: bool) -> tuple[ViewC
     return chunk, [tuple(join(views)) for views in full] if whole else []
 
 
-def make_floor(width: int, depth: int, tokens: int) -> Callable[[], None]:
-    """The matrix products of all blocks on this many tokens, forward then backward."""
-    layers = []
-    for inner, outer in ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)):
-        x, dy, w = torch.randn(tokens, inner), torch.randn(tokens, outer), torch.randn(outer, inner)
-        layers.append((x, dy, w, torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)))
-
-    def floor() -> None:
-        for _ in range(depth):
-            for x, _, w, y, _, _ in layers:
-                torch.mm(x, w.T, out=y)
-        for _ in range(depth):
-            for x, dy, w, _, dx, dw in layers:
-                torch.mm(dy, w, out=dx)
-                torch.mm(dy.T, x, out=dw)
-
-    return floor
-
-
 def seconds(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
     work()
@@ -128,9 +114,7 @@ def seconds(work: Callable[[], Any]) -> float:
 def measure(size: str, clips: int, steps: int, *, plain: bool) -> dict[str, Any]:
     """Medians over ``steps`` timed rounds after one round of warming up."""
     config = load_config([f"model.name={size}", "trainer.precision=32-true"])
-    machine = describe_machine()
-    objective = build(config)
-    assert isinstance(objective, InvarianceObjective)
+    objective = build_encoder_objective(size)
     chunk, whole = make_batch(config, clips, whole=plain)
     tokens = 0
 
@@ -138,17 +122,17 @@ def measure(size: str, clips: int, steps: int, *, plain: bool) -> dict[str, Any]
         nonlocal tokens
         objective.zero_grad(set_to_none=True)
         out = objective.forward_train_batch([chunk], micro_step=0)
-        out.loss.backward()
+        torch.autograd.backward(out.loss)
         tokens = out.tokens
 
     def plain_step() -> None:
         objective.zero_grad(set_to_none=True)
-        plain_loss(objective, whole, micro_step=0).backward()
+        torch.autograd.backward(plain_loss(objective, whole, micro_step=0))
 
     before = peak_bytes()
     step()
     peak = peak_bytes()
-    floor = make_floor(objective.encoder.embed_dim, objective.encoder.depth, tokens)
+    floor = make_floor(block_products(objective.encoder.embed_dim, objective.encoder.depth, tokens))
     floor()
     works = {"floor": floor, "step": step}
     if plain:
@@ -160,7 +144,6 @@ def measure(size: str, clips: int, steps: int, *, plain: bool) -> dict[str, Any]
             times[name].append(seconds(work))
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
-        "benchmark": "encoder_step",
         "size": size,
         "clips": clips,
         "views": 1 + config.augmentation.local_crops_number,
@@ -173,48 +156,60 @@ def measure(size: str, clips: int, steps: int, *, plain: bool) -> dict[str, Any]
         "peak_bytes": peak,
         "peak_bytes_before_step": before,
         "all_seconds": times,
-        "machine": machine,
     }
 
 
-def report(result: dict[str, Any]) -> str:
-    """Three lines for a person."""
-    lines = [
-        f"{result['size']}, {result['clips']} clips x {result['views']} views, {result['tokens']} tokens: "
-        f"{result['seconds_per_step']:.2f} s a step, {result['ratio']:.2f} x the floor of "
-        f"{result['floor_seconds']:.2f} s (medians of {result['steps']})",
-        f"  peak memory {result['peak_bytes'] / 2**30:.2f} GiB "
-        f"({result['peak_bytes_before_step'] / 2**30:.2f} GiB before the first step)",
+def report(results: list[dict[str, Any]]) -> str:
+    """One row a result."""
+    header = ["encoder", "clips", "views", "tokens", "step, s", "floor, s", "step / floor", "plain / floor", "peak, GB"]
+    rows = [
+        [
+            result["size"],
+            str(result["clips"]),
+            str(result["views"]),
+            str(result["tokens"]),
+            number(result["seconds_per_step"]),
+            number(result["floor_seconds"]),
+            number(result["ratio"]),
+            number(result["plain_seconds"] and result["plain_seconds"] / result["floor_seconds"]),
+            number(result["peak_bytes"] / 1e9),
+        ]
+        for result in results
     ]
-    if result["plain_seconds"] is not None:
-        lines.append(
-            f"  the same step written the plain way: {result['plain_seconds']:.2f} s, "
-            f"{result['plain_seconds'] / result['floor_seconds']:.2f} x the floor"
-        )
-    machine = result["machine"]
-    lines.append(f"  {machine['cpu']}, {machine['torch_threads']} threads, load {machine['load_average']}")
-    note = remark(machine)
-    return "\n".join(lines + ([f"  note: {note}"] if note else []))
+    return markdown(header, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), help="default: vit_tiny, then vit_base")
     parser.add_argument("--batch", type=int, help="clips (default: 8 for vit_tiny, else 4)")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps (default 3)")
+    parser.add_argument("--steps", type=int, help="timed rounds (default 5; with --quick 2)")
     parser.add_argument("--plain", action="store_true", help="also time the step written the plain way")
-    parser.add_argument("--json", type=Path, help="write the result (one object; with both sizes, a list)")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds of the same step; sizes stay")
+    parser.add_argument("--json", type=Path, help="write the results and the machine's description there")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.steps < 1 or (arguments.batch is not None and arguments.batch < 1):
+    steps = (2 if arguments.quick else 5) if arguments.steps is None else arguments.steps
+    if steps < 1 or (arguments.batch is not None and arguments.batch < 1):
         parser.error("--steps and --batch must be at least 1")
+    if arguments.one:
+        print(json.dumps(measure(arguments.size, arguments.batch, steps, plain=arguments.plain)))
+        return
+    machine = describe_machine()
+    print(f"{machine['cpu']}, {machine['torch_threads']} thread(s), float32, medians of {steps} rounds")
+    if note := remark(machine):
+        print(note)
     results = []
     for size in [arguments.size] if arguments.size else list(DEFAULT_CLIPS):
-        clips = arguments.batch or DEFAULT_CLIPS.get(size, 4)
-        result = measure(size, clips, arguments.steps, plain=arguments.plain)
-        print(report(result), flush=True)
-        results.append(result)
+        # A process of its own for each size: the peak of one is not the other's.
+        command = [sys.executable, __file__, "--one", "--size", size, "--steps", str(steps)]
+        command += ["--batch", str(arguments.batch or DEFAULT_CLIPS.get(size, 4))]
+        command += ["--plain"] if arguments.plain else []
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        results.append(json.loads(done.stdout))
+    print(report(results))
     if arguments.json is not None:
-        write_json(arguments.json, results[0] if len(results) == 1 else results)
+        write_json(arguments.json, {"machine": machine, "quick": arguments.quick, "results": results})
 
 
 if __name__ == "__main__":

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+CANNOT_RUN = 77
+"""Exit status of a benchmark that this machine lacks something for, as test harnesses have it."""
 
 
 def _cpu_name() -> str:
@@ -45,6 +50,26 @@ def describe_machine() -> dict[str, Any]:
         "av": _version("av"),
         "pylance": _version("pylance"),
     }
+
+
+def peak_bytes() -> int:
+    """The most memory that this program has held so far (bytes).
+
+    Linux's getrusage would count the program that started this one too, before it became this one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def cannot_run(reason: str) -> NoReturn:
+    """End this benchmark with one line: what the machine lacks, and what to do. ``python -m benchmarks`` goes on."""
+    print(f"cannot run here: {reason}", flush=True)
+    raise SystemExit(CANNOT_RUN)
 
 
 def remark(machine: dict[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from marey.core.pixelstats import normalize_video
 from marey.models.attention import block_causal_mask
 from marey.models.rope import axis_channels
-from marey.models.vit import Attention, VisionTransformer
+from marey.models.vit import Attention, Block, VisionTransformer
 from marey.objectives.invariance import InvarianceObjective, invariance_loss
 
 THETA = 10_000.0
@@ -33,7 +33,7 @@ def _turn(x: Tensor, positions: Tensor, layout: str) -> Tensor:
             sin, cos = sin.repeat(1, 1, 1, 2), cos.repeat(1, 1, 1, 2)
         else:
             sin, cos = sin.repeat_interleave(2, dim=-1), cos.repeat_interleave(2, dim=-1)
-        pairs = part.unflatten(-1, (-1, 2))
+        pairs = part.reshape(*part.shape[:-1], -1, 2)
         swapped = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
         parts.append(part * cos + swapped * sin)
     return torch.cat((*parts, x[..., 3 * n :]), dim=-1)
@@ -45,7 +45,8 @@ def _attend(layer: Attention, x: Tensor, positions: Tensor, mask: Tensor | None,
     q, k, v = qkv.unbind(0)
     q, k = (torch.cat((y[:, :, :1], _turn(y[:, :, 1:], positions, layout)), dim=2) for y in (q, k))
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return layer.proj(out.transpose(1, 2).reshape(n, length, width))
+    joined: Tensor = layer.proj(out.transpose(1, 2).reshape(n, length, width))
+    return joined
 
 
 def _summaries(model: VisionTransformer, video: Tensor, kept: Tensor, positions: Tensor) -> Tensor:
@@ -57,9 +58,11 @@ def _summaries(model: VisionTransformer, video: Tensor, kept: Tensor, positions:
     if model.attn_mode == "block_causal":
         mask = block_causal_mask(positions[..., 0], dtype=x.dtype)
     for block in model.blocks:
+        assert isinstance(block, Block)
         x = x + _attend(block.attn, block.norm1(x), positions, mask, model.rope_layout)
         x = x + block.mlp(block.norm2(x))
-    return model.norm(x)[:, 0]
+    normed: Tensor = model.norm(x)
+    return normed[:, 0]
 
 
 def plain_loss(
@@ -69,5 +72,5 @@ def plain_loss(
     b = views[0][0].shape[0]
     summaries = [_summaries(objective.encoder, *view).view(b, -1, objective.encoder.embed_dim) for view in views]
     z = objective.projector(torch.cat(summaries, dim=1))
-    sigreg = objective.sigreg(z.transpose(0, 1), micro_step=micro_step)
+    sigreg: Tensor = objective.sigreg(z.transpose(0, 1), micro_step=micro_step)
     return invariance_loss(z) + objective.sigreg_weight * sigreg

@@ -1,35 +1,40 @@
-"""Planning 10 thousand, 100 thousand and a million clips: seconds, bytes a clip, time to the first batch.
+"""Planning 10 thousand to 10 million clips: seconds, bytes a clip, time to the first batch, and how they grow.
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python benchmarks/planner.py --json planner.json
 
 Two sources of different canvases, half of the clips each, as CSV; weights by hours, microbatches of 36 on 8
 ranks, grouping by shape, pools of 1152. Each size runs in a fresh process. "to first batch" is all of it,
-from opening the manifests to the requests of rank 0's first microbatch; nothing of it opens a latent file.
+from opening the manifests to the requests of rank 0's first microbatch; nothing of it opens a latent file. Growth is
+the exponent between neighbouring sizes: 1 is as much again for as many clips again. ``--quick`` stops at a million.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
+import math
 import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from machine import describe_machine, remark
+from machine import describe_machine, peak_bytes, remark
+from marey.core.files import write_json
 from marey.latents.geometry import Geometry
 from marey.latents.manifest import read_manifest
 from marey.sampling.draws import MixtureDraws, draw_shares
 from marey.sampling.planner import MicrobatchPlanner
 from marey.sampling.stream import RequestStream
 from marey.sampling.windows import SourceWindows, WindowTable
+from tables import NONE, markdown, number
 
 BUCKETS = [(1, 3), (2, 6), (3, 9), (4, 12), (5, 15)]
 WORLD, BATCH, POOL = 8, 36, 1152
+SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
 CANVASES = {"wide": (8, 12), "tall": (16, 8)}
 
 
@@ -44,18 +49,9 @@ def write_manifest(path: Path, name: str, clips: int) -> None:
             )
 
 
-def peak_mb() -> float:
-    """Peak resident memory of this program, in MiB; Linux's getrusage would add that of the one that started it."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 def measure(folder: Path, clips: int) -> dict[str, float]:
     """Seconds of each stage and bytes held, for ``clips`` clips in ``folder``."""
-    before = peak_mb()
+    before = peak_bytes()
     start = time.perf_counter()
     manifests = {name: read_manifest(folder / f"{name}.csv", check_files=False) for name in CANVASES}
     read = time.perf_counter()
@@ -93,16 +89,44 @@ def measure(folder: Path, clips: int) -> dict[str, float]:
         "draw_anywhere_ms": 1e3 * (anywhere - rest) / 200,
         "manifest_bytes_per_clip": held / clips,
         "plan_bytes_per_draw": planner.nbytes / counts.planned,
-        "peak_growth_mb": peak_mb() - before,
+        "peak_growth_mb": (peak_bytes() - before) / 2**20,
         "micro_steps": counts.micro_steps,
         "tail_repeats": counts.repeated,
         "dropped": counts.dropped,
     }
 
 
+ROWS = {
+    "read_s": "manifests read and checked, s",
+    "weigh_s": "windows and weights, s",
+    "plan_s": "planned, s",
+    "to_first_batch_s": "to the first batch, s",
+    "batches_per_s": "batches a second afterwards",
+    "draw_anywhere_ms": "a batch anywhere in the epoch, ms",
+    "manifest_bytes_per_clip": "manifest, bytes a clip",
+    "plan_bytes_per_draw": "plan, bytes a draw",
+    "peak_growth_mb": "memory grown, MiB",
+}
+GROWS = ("read_s", "weigh_s", "plan_s", "to_first_batch_s")
+
+
+def exponents(rows: list[dict[str, float]], key: str) -> list[float]:
+    """Of the growth of ``key`` with clips, between neighbouring sizes."""
+    return [math.log(b[key] / a[key]) / math.log(b["clips"] / a["clips"]) for a, b in pairwise(rows)]
+
+
+def report(rows: list[dict[str, float]]) -> str:
+    body = []
+    for key, name in ROWS.items():
+        growth = ", ".join(f"{e:.2f}" for e in exponents(rows, key)) if key in GROWS else NONE
+        body.append([name, *(number(row[key]) for row in rows), growth])
+    return markdown(["clips", *(f"{row['clips']:,}" for row in rows), "growth"], body)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--sizes", type=int, nargs="+", help="clips; each a fresh process")
+    parser.add_argument("--quick", action="store_true", help="up to a million clips instead of ten million")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -110,20 +134,20 @@ def main() -> None:
         print(json.dumps(measure(options.inside, options.sizes[0])))
         return
     machine = describe_machine()
+    print(f"{machine['cpu']}, {machine['usable_cores']} cores")
     if note := remark(machine):
         print(note)
     rows = []
-    for clips in options.sizes:
+    for clips in options.sizes or SIZES[: -1 if options.quick else None]:
         with tempfile.TemporaryDirectory() as folder:
             for name in CANVASES:
                 write_manifest(Path(folder) / f"{name}.csv", name, clips // 2)
             command = [sys.executable, __file__, "--inside", folder, "--sizes", str(clips)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(json.loads(done.stdout))
-    for key in rows[0]:
-        print(f"{key:>24}  " + "  ".join(f"{row[key]:>12,.3f}".rstrip("0").rstrip(".") for row in rows))
+    print(report(rows))
     if options.json is not None:
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+        write_json(options.json, {"machine": machine, "quick": options.quick, "rows": rows})
 
 
 if __name__ == "__main__":

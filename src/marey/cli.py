@@ -454,7 +454,7 @@ def _parser() -> argparse.ArgumentParser:
 
     embed = command("embed", _embed, "features per clip or per frame, as Parquet or safetensors")
     embed.add_argument("checkpoint", metavar="CKPT")
-    embed.add_argument("source", metavar="SRC", help="store, folder, CSV, glob, or demo:heldout")
+    embed.add_argument("source", metavar="SRC", help="a store, whatever `marey ingest` reads, or demo:heldout")
     embed.add_argument("out", metavar="OUT", help="a .parquet or .safetensors file")
     embed.add_argument("--per", choices=("clip", "frame"), default="clip")
     embed.add_argument("--overwrite", action="store_true")
@@ -517,7 +517,7 @@ def _parser() -> argparse.ArgumentParser:
     report = command("report", _report, "a run folder as one HTML page: curves, exposure, pictures, receipt")
     report.add_argument("run_folder", metavar="RUN", help="folder of a run, ended or not")
     report.add_argument("--out", metavar="FILE", help="default: run-report.html in RUN")
-    report.add_argument("--data", metavar="SRC", help="clips for the pictures (default: what the run held out)")
+    report.add_argument("--data", metavar="SRC", help="clips for the pictures (default: validation's, else training's)")
     report.add_argument("--clips", type=_positive, default=64, help="clips looked at, drawn by a seed (default: 64)")
     return parser
 

@@ -16,6 +16,7 @@ from marey.config.compose import known_keys, load_run
 from marey.core.errors import UserError
 from tests.docs.pages import ROOT
 
+BENCHMARKS = ROOT / "benchmarks"
 OTHERS_OPTIONS = {"--gpus-per-node", "--nodes", "--ntasks-per-node", "--signal"}
 """SLURM's, which pages name too."""
 
@@ -124,6 +125,14 @@ def functions_of(file: Path) -> tuple[str, ...]:
     return tuple(f"{file.name}::{name}" for name in functions if name.startswith("test_"))
 
 
+def check_benchmarks(words: Sequence[str]) -> None:
+    """The words after ``python -m benchmarks``."""
+    unknown = [word for word in words if word.startswith("-") and word not in script_options(BENCHMARKS / "runner.py")]
+    assert not unknown, f"benchmarks has no option {unknown[0]}"
+    known = {"all", "list", "tables", *(script.stem for script in BENCHMARKS.glob("*.py"))}
+    assert words[0] in known, f"there is no benchmark {words[0]}"
+
+
 def check_python(words: Sequence[str]) -> None:
     """The words after ``python``."""
     words = list(words)
@@ -131,6 +140,8 @@ def check_python(words: Sequence[str]) -> None:
         check_pytest(words[2:])
     elif words[:2] == ["-m", "marey"]:
         check_marey(words[2:])
+    elif words[:2] == ["-m", "benchmarks"]:
+        check_benchmarks(words[2:])
     elif words[:1] == ["-m"] and words[1].startswith("marey."):
         module = (ROOT / "src" / Path(*words[1].split("."))).with_suffix(".py")
         assert module.is_file(), f"{words[1]} is no module"
@@ -191,7 +202,7 @@ def check_span(words: Sequence[str]) -> None:
         unknown = [option for option in options if option not in marey_options()[words[1]]]
         assert not unknown, f"marey {words[1]} has no option {unknown[0]}"
     elif words[0].startswith("--"):
-        scripts = [script_options(script) for script in (ROOT / "benchmarks").glob("*.py")]
+        scripts = [script_options(script) for script in BENCHMARKS.glob("*.py")]
         have = OTHERS_OPTIONS.union(*marey_options().values(), *scripts)
         unknown = [option for option in options if option not in have]
         assert not unknown, f"no command has the option {unknown[0]}"

@@ -69,6 +69,32 @@ def test_a_finished_run_becomes_its_story(run, checkpoint, monkeypatch):
     assert any(line.startswith("  digit") for line in lines)
 
 
+def test_pictures_tell_what_unlabelled_clips_show(run, checkpoint, monkeypatch):
+    """Most training clips carry no label to learn from; that a neighbour shows the same digit is known."""
+    sources = {"a": ColouredSource([0, 1, 2] * 8), "b": ColouredSource([0, 1, 2] * 4, folder="/else")}
+    monkeypatch.setattr(room, "open_clips", lambda path, _preprocessing: sources[path])
+    csvs = [run / "a.csv", run / "b.csv"]
+    for csv, source in zip(csvs, sources.values(), strict=True):
+        known = zip(source.files, source.labels, strict=True)
+        rows = [f"{file},{label if i < 9 else ''},{label}" for i, (file, label) in enumerate(known)]
+        csv.write_text("\n".join(["path,label,digit", *rows]) + "\n")
+    story = evaluate(
+        run=run,
+        checkpoint=checkpoint,
+        train="a",
+        held_out="b",
+        labels=[LabelTable("digit", "label", *csvs)],
+        commands=[],
+        shown=4,
+        seed=0,
+        say=lambda _: None,
+    ).story
+    found = [picture for item in story.neighbours for pictures in item.found.values() for picture in pictures]
+    assert {picture.label for picture in found} <= {"0", "1", "2"}
+    assert all(clip.caption for clip in story.clips)
+    assert (story.probes[0].train_videos, story.probes[0].test_videos) == (9, 9)  # a probe learns from labels alone
+
+
 def test_what_is_shown_of_a_view_is_what_the_loader_ships(content):
     config = EncoderConfig.model_validate(content["marey"]["config"])
     seen = what_the_encoder_sees(config, [ColouredSource([0, 1])])

@@ -285,6 +285,12 @@ def test_a_traced_program_gives_the_same_for_any_number_of_clips(checkpoint, tmp
     with pytest.raises(UserError, match="holds an export already; give --overwrite"):
         export(checkpoint, out, format="torch-export")
     export(checkpoint, out, format="torch-export", overwrite=True, say=lambda _: None)
+    said = inspect_text(out)
+    assert "an encoder as one program" in said
+    assert "uint8 [B, 3, T, S, S]" in said
+    assert f'torch.export.load("{out}").module()' in said
+    with pytest.raises(UserError, match="is a program that `marey export` traced, from which weights are not taken"):
+        load_encoder(out)
     torch.save({"theirs": 1}, tmp_path / "theirs.pt2")
     with pytest.raises(UserError, match="is a file of another kind"):
         export(checkpoint, tmp_path / "theirs.pt2", format="torch-export", overwrite=True)
@@ -306,6 +312,8 @@ def test_inspect_says_what_an_export_is(exported):
     assert "an encoder that `marey export` wrote" in text
     assert "block_causal attention, tiled positions" in text
     assert "AutoModel.from_pretrained" in text
+    weights = inspect_text(exported / "model.safetensors")
+    assert "model.safetensors OUT.ckpt`; rope_layout, attn_mode and preprocessing are what it says of itself" in weights
     (exported / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"without its model\.safetensors"):
         inspect_text(exported)

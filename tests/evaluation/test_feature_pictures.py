@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import html as markup
 import re
 from pathlib import Path
@@ -109,3 +110,15 @@ def test_pictures_of_the_same_clips_are_the_same_twice(checkpoint):
     first = feature_parts(gathered(checkpoint, ColouredSource([0, 1] * 3), count=6))
     torch.manual_seed(2)
     assert feature_parts(gathered(checkpoint, ColouredSource([0, 1] * 3), count=6)) == first
+
+
+def test_a_clip_without_a_label_is_said_to_have_none_and_never_a_different_one(checkpoint):
+    source = ColouredSource([0, 1] * 6)
+    source.labels = np.where(np.arange(12) < 9, -1, source.labels)
+    found = gathered(checkpoint, source, pictured=3)
+    asked = [item for item in found.pictured if not found.labels[item.row]]
+    assert asked
+    shown = neighbour_part(dataclasses.replace(found, pictured=asked))
+    assert "9 of the 12 clips have no label" in shown
+    assert "another label" not in shown
+    assert "have no label" not in neighbour_part(gathered(checkpoint, ColouredSource([0, 1] * 6)))

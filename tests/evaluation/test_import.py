@@ -87,6 +87,22 @@ def test_it_embeds_and_says_what_it_is(file, tmp_path, monkeypatch):
     assert "encoder.* imported from model.safetensors: evaluate and release these" in said
     assert "complete and undamaged" in said
     assert "walking" not in said.lower()
+    assert "dropped in training" not in said  # weights do not show it
+
+
+def test_the_card_of_imported_weights_claims_no_training_of_theirs(file, tmp_path):
+    told: list[str] = []
+    export(bring(file).path, tmp_path / "out", say=told.append)
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "imported from `model.safetensors` and did not train" in card
+    assert "It can be claimed that these are the weights of that file, unchanged" in card
+    for claim in ("pretrained with Marey", "dropped in training", "| trained for |", "seed 0"):
+        assert claim not in card
+    assert not told  # there is neither a host nor a path to warn of
+    assert "exports" in inspect_text(tmp_path)
+    assert "runs " not in inspect_text(tmp_path)
+    with pytest.raises(UserError, match=r"out is a folder; give the weights in it, .*model\.safetensors"):
+        import_weights(tmp_path / "out", tmp_path / "x.ckpt")
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -163,6 +179,17 @@ def test_the_config_beside_the_weights_is_believed(section, file):
     file.with_name("config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json, beside the weights, cannot be read"):
         bring(file)
+
+
+def test_the_input_that_the_config_beside_the_weights_names_is_taken(file):
+    """A folder that transformers saved again has no words of Marey's in its weights, but their size in its config."""
+    file.with_name("config.json").write_text(json.dumps({"image_size": 64, "num_frames": 6, "attn_mode": "full"}))
+    small = [word for word in SMALL if not word.startswith(("model.img_size", "model.num_frames"))]
+    done = import_weights(file, file.with_name("imported.ckpt"), overrides=small)
+    assert (done.model.img_size, done.model.num_frames, done.model.attn_mode) == (64, 6, "full")
+    assert (done.preprocessing["img_size"], done.preprocessing["num_frames"]) == (64, 6)
+    asked = bring(file, "model.num_frames=8")  # what is asked for stands over it
+    assert (asked.model.img_size, asked.model.num_frames) == (32, 8)
 
 
 @pytest.mark.parametrize(("rate", "spoken"), [(24.0, "8 per second"), (None, "one in 3 of those stored")])

@@ -97,6 +97,12 @@ def test_strength_is_chosen_on_other_videos_than_it_is_fitted_on():
     assert choose_strength(x, y, videos, classes=2, seed=0) in (0.001, 0.01, 0.1, 1.0, 10.0)
 
 
+def test_with_few_clips_the_largest_class_does_not_win_by_its_size():
+    x = np.repeat(np.eye(2, dtype=np.float32), [6, 9], axis=0)
+    y = np.repeat([0, 1], [6, 9])
+    assert knn_probabilities(x, y, x, classes=2).argmax(axis=1).tolist() == y.tolist()
+
+
 def test_knn_is_its_definition():
     draw = rng(1, "test-knn")
     train, test = (draw.normal(size=(n, 5)).astype(np.float32) for n in (30, 7))
@@ -110,7 +116,7 @@ def test_knn_is_its_definition():
         assert row == pytest.approx(np.array(votes) / sum(votes), abs=1e-5)
 
 
-def test_more_neighbours_than_clips_are_all_of_them():
+def test_more_neighbours_than_clips_is_no_error():
     got = knn_probabilities(np.eye(3, dtype=np.float32), np.array([0, 1, 1]), np.eye(3, dtype=np.float32), classes=2)
     assert got.shape == (3, 2)
     assert np.isfinite(got).all()

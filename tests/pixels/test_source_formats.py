@@ -438,7 +438,9 @@ def test_rows_hold_bytes_or_paths_or_nothing(tmp_path: Path, clip: bytes, suffix
     file = table(
         tmp_path / f"t{suffix}", {"clip": rows, "label": [1, None, 0, 5, -1], "text": ["a", None, "b", "", "d"]}
     )
-    found = discover([str(file)]).files
+    read = discover([str(file)])
+    assert "5 videos, 3 with a label, 3 with a text" in read.readings[0]
+    found = read.files
     assert [video.label for video in found] == [1, None, 0, 5, None]
     assert [video.extra.get("text") for video in found] == ["a", None, "b", "", "d"]
     assert numbers(found[0]) == list(range(6))

@@ -92,6 +92,12 @@ def test_neighbours_of_other_videos_decide():
     assert neighbour_accuracy(x, torch.full((12,), -1), torch.arange(12)) is None
 
 
+def test_few_clips_of_two_even_classes_are_not_outvoted_by_the_other_class() -> None:
+    labels = torch.arange(16) % 2
+    x = torch.nn.functional.one_hot(labels, 2).float()
+    assert neighbour_accuracy(x, labels, torch.arange(16)) == 1.0
+
+
 def test_labels_that_say_nothing_score_chance():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(600, 16, generator=generator)

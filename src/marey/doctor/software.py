@@ -219,11 +219,10 @@ def worker_facts(limit_s: float) -> dict[str, Any]:
     """Start a loader worker as training does and take a batch from it through shared memory."""
     from torch.utils.data import DataLoader
 
-    from marey.training.data import PRELOADED
-    from marey.training.workers import init_worker, worker_context
+    from marey.training.workers import CLIP_MODULES, init_worker, worker_context
 
     start = time.perf_counter()
-    context = worker_context(PRELOADED)
+    context = worker_context(CLIP_MODULES)
     probe: Any = _Probe()
     loader: Any = DataLoader(
         probe,

@@ -15,6 +15,7 @@ import torch
 
 from marey.core.errors import UserError
 from marey.core.files import UNREADABLE, read_seal, seal_holds
+from marey.evaluation.inspect_export import is_program
 from marey.evaluation.run_folder import read_receipt
 
 SHARDED_MARKER = "complete.json"
@@ -67,6 +68,10 @@ def read_archive(path: Path, *, wanted: str = "a .ckpt file written by `marey tr
         raise UserError(f"{path} is {what}; give {wanted}")
     if not zipfile.is_zipfile(path):
         raise UserError(f"{path} is damaged: the file ends before its index; copy it again or give another checkpoint")
+    if is_program(path):
+        raise UserError(
+            f"{path} is a program that `marey export` traced, from which weights are not taken back; give {wanted}"
+        )
     try:
         damaged = read_seal(path) is not None and not seal_holds(path)
         content = None if damaged else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -75,8 +80,7 @@ def read_archive(path: Path, *, wanted: str = "a .ckpt file written by `marey tr
         if isinstance(error, pickle.UnpicklingError) and ("nsupported global" in text or "nsupported class" in text):
             raise UserError(
                 f"{path} holds Python objects beside tensors and plain values, and rebuilding them would execute "
-                "code from the file; it was not loaded: give a checkpoint written by `marey train`, or ask its "
-                "author for the weights alone"
+                f"code from the file; it was not loaded: give {wanted}, or ask its author for the weights alone"
             ) from error
         reason = text.splitlines()[0][:120] if text else type(error).__name__
         raise UserError(f"{path} cannot be read as a PyTorch checkpoint ({reason}); give another one") from error

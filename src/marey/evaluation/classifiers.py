@@ -32,10 +32,13 @@ def unit_rows(x: Floats) -> Floats:
 def knn_probabilities(
     train: Floats, train_class: NDArray[np.int64], test: Floats, *, classes: int, k: int = NEIGHBOURS
 ) -> NDArray[np.float64]:
-    """``[m, K]`` from the ``min(k, n)`` training clips nearest in cosine similarity, each voting with weight
+    """``[m, K]`` from the ``k`` training clips nearest in cosine similarity, each voting with weight
     ``exp(similarity / 0.07)`` (Wu et al. 2018, arXiv 1805.01978).
+
+    No more of them than a class has on average (``n // K``): with few clips, ``k`` of them would be clips of every
+    class, and the largest class would win.
     """
-    k = min(k, len(train))
+    k = min(k, max(1, len(train) // classes))
     base, result = unit_rows(train), np.zeros((len(test), classes))
     for start in range(0, len(test), 1024):  # in blocks: m x n similarities need not be in memory at once
         similarity = unit_rows(test[start : start + 1024]) @ base.T

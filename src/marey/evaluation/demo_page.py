@@ -221,7 +221,8 @@ def _neighbours(sets: Sequence[Neighbours]) -> str:
 def _thumbnail(picture: Picture, *, asked: Picture) -> str:
     same = bool(picture.label) and picture.label == asked.label
     text = f"{picture.label} ✓" if same else picture.label or picture.caption
-    alt = f"{picture.caption}, {'the same label' if same else 'another label'}" if picture.label else picture.caption
+    told = "the same label" if same else "another label" if picture.label and asked.label else ""
+    alt = f"{picture.caption}, {told}" if told else picture.caption
     still = html.image(data_uri(plate(picture.frames, every=EXPOSED)), alt=alt)
     return html.figure(body_html=still, caption=text, kind="same" if same else "")
 

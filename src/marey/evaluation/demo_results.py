@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,11 @@ NEIGHBOUR_SETS = 3
 
 @dataclass(frozen=True)
 class LabelTable:
-    """A label to probe, and the CSVs (column ``path``) that give it for both sides."""
+    """A label to probe, and the CSVs (column ``path``) that give it for both sides.
+
+    ``column`` is what a probe may learn from, which may leave most videos out. Where a CSV has a column ``name`` too,
+    that one says the label of every video: for captions, and for whether two clips show the same.
+    """
 
     name: str
     column: str
@@ -153,9 +158,9 @@ def _probe(table: LabelTable, galleries: Sequence[Gallery], *, seed: int) -> Pro
         side_of(
             gallery.features,
             gallery.clips.source,
-            labels_from_csv(gallery.clips.source.files, csv, table.column, where=gallery.clips.source.path),
+            labels_from_csv(gallery.clips.source.files, file, table.column, where=gallery.clips.source.path),
         )
-        for gallery, csv in zip(galleries, (table.train, table.held_out), strict=True)
+        for gallery, file in zip(galleries, (table.train, table.held_out), strict=True)
     ]
     return measure(*sides, label=table.name, seed=seed)
 
@@ -163,16 +168,21 @@ def _probe(table: LabelTable, galleries: Sequence[Gallery], *, seed: int) -> Pro
 def _gallery(clips: EvalClips, features: ClipFeatures, labels: Sequence[LabelTable], *, held_out: bool) -> Gallery:
     source = clips.source
     columns = [
-        labels_from_csv(
-            source.files, table.held_out if held_out else table.train, table.column, where=source.path
-        ).values
+        labels_from_csv(source.files, file, _told(table, file), where=source.path).values
         for table in labels
+        for file in [table.held_out if held_out else table.train]
     ]
     words = [[column[episode] or "" for column in columns] for episode in features.episodes]
     if not columns:
         captions = [Path(source.files[episode]).name for episode in features.episodes]
         return Gallery(clips, features, captions, [""] * len(captions))
     return Gallery(clips, features, [", ".join(filter(None, row)) for row in words], [row[0] for row in words])
+
+
+def _told(table: LabelTable, file: Path) -> str:
+    """The column that says the label of every video."""
+    with file.open(newline="", encoding="utf-8-sig") as text:
+        return table.name if table.name in next(csv.reader(text), []) else table.column
 
 
 def _inside(

@@ -24,8 +24,8 @@ from marey.core.errors import UserError
 from marey.core.files import sync_folder, write_json, write_text
 from marey.evaluation.checkpoint_file import read_checkpoint
 from marey.evaluation.export_card import model_card
-from marey.evaluation.export_program import is_program, save_program
-from marey.evaluation.inspect_export import EXPORTED_TYPE, is_export
+from marey.evaluation.export_program import save_program
+from marey.evaluation.inspect_export import EXPORTED_TYPE, is_export, is_program
 from marey.evaluation.loading import PREFIX, LoadedEncoder, Weights, load_encoder
 from marey.evaluation.release.encoder_marey import VideoEncoder, preprocess
 from marey.models.vit import EPS, MLP_RATIO
@@ -108,7 +108,8 @@ def export(
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror or error}); give another place") from error
     size = sum(file.stat().st_size for file in ([out] if out.is_file() else out.iterdir()))
-    if format == "transformers" and about.get("receipt"):
+    receipt = about.get("receipt") or {}
+    if format == "transformers" and receipt and not receipt.get("imported"):  # an import names neither
         say(f"note: {out / 'receipt.json'} names this machine's host and paths; read it before you publish the folder")
     return Exported(out, format, loaded.info.weights, sum(p.numel() for p in plain.parameters()), size)
 

@@ -8,7 +8,7 @@ import torch
 
 from marey import __version__
 from marey.evaluation.checkpoint_file import weights_hash
-from marey.evaluation.describing import batch_words, input_words, model_words
+from marey.evaluation.describing import batch_words, input_words, known_model, model_words
 from marey.evaluation.loading import PREFIX, LoadedEncoder
 from marey.evaluation.wording import count, dig
 
@@ -30,7 +30,7 @@ tags: [video, self-supervised-learning, feature-extraction, marey]
 
 # {title}
 
-A video encoder pretrained with Marey {version}. It loads without Marey, from the code in this folder.
+{lead} It loads without Marey, from the code in this folder.
 
 ## Use
 
@@ -82,10 +82,14 @@ def model_card(loaded: LoadedEncoder, about: dict[str, Any], *, difference: floa
         if loaded.encoder.attn_mode == "block_causal"
         else "Every token sees all others."
     )
+    version, imported = about.get("version") or __version__, receipt.get("imported") or {}
     rows = "\n".join(f"| {name} | {_cell(value)} |" for name, value in _rows(loaded, about) if value)
     return _CARD.format(
-        title=f"{loaded.model.name}, {recipe.get('name') or 'unnamed recipe'}, step {loaded.info.step:,}",
-        version=about.get("version") or __version__,
+        title=f"{loaded.model.name}, "
+        + ("imported weights" if imported else f"{recipe.get('name') or 'unnamed recipe'}, step {loaded.info.step:,}"),
+        lead=f"A video encoder that Marey {version} imported from `{imported['file']}` and did not train."
+        if imported
+        else f"A video encoder pretrained with Marey {version}.",
         lines=LINES,
         torch=torch.__version__,
         difference="0.0: bit for bit the same" if difference == 0 else f"{difference:.1e} at most",
@@ -106,13 +110,18 @@ def _rows(loaded: LoadedEncoder, about: dict[str, Any]) -> list[tuple[str, str]]
     digest = weights_hash({f"{PREFIX}{name}": value for name, value in loaded.encoder.state_dict().items()})
     seed, share = config.get("seed"), info.starting_share
     code = dig(receipt, "code", "commit")
+    # Of imported weights there is no run: neither its length nor its seed is known.
+    imported = bool(receipt.get("imported"))
     run = (receipt.get("run_id"), f"seed {seed}", code and f"code {code[:12]}")
     return [
         ("recipe", f"{recipe.get('name')} ({recipe.get('source')})" if recipe.get("name") else ""),
-        ("encoder", model_words(config.get("model") or {})),
+        ("encoder", model_words(known_model(config, receipt))),
         ("input", input_words(about.get("preprocessing") or {})),
         ("data", _data(config, receipt)),
-        ("trained for", f"{count(info.step, 'optimizer step')}, epoch {info.epoch}{_consumed(receipt)}"),
+        (
+            "trained for",
+            "" if imported else f"{count(info.step, 'optimizer step')}, epoch {info.epoch}{_consumed(receipt)}",
+        ),
         (
             "batch",
             batch_words(
@@ -126,7 +135,7 @@ def _rows(loaded: LoadedEncoder, about: dict[str, Any]) -> list[tuple[str, str]]
         ("weights", f"{info.weights}: {meaning}" if meaning else info.weights),
         ("beware", f"{share:.0%} of these weights are still where the average started" if share > 0.01 else ""),
         ("weights SHA-256", f"`{digest}` (names, dtypes, shapes and bytes)"),
-        ("run", ", ".join(part for part in run if part)),
+        ("run", "" if imported else ", ".join(part for part in run if part)),
         ("imported from", _imported(receipt)),
     ]
 
@@ -158,7 +167,8 @@ def _claims(recipe: dict[str, Any], receipt: dict[str, Any]) -> str:
     """What this run may claim, and where it left its recipe."""
     lines = ["## What it may claim", ""]
     claims, public, hidden = (recipe.get(key) for key in ("claims", "public", "not_public"))
-    lines.append(f"A run of this recipe can claim {_unfinished(claims)}." if claims else "Its recipe states nothing.")
+    who = "It can be claimed" if receipt.get("imported") else "A run of this recipe can claim"
+    lines.append(f"{who} {_unfinished(claims)}." if claims else "Its recipe states nothing.")
     if public:
         lines.append(f"Public of the recipe's source: {public}. Not public: {hidden or 'nothing that matters here'}.")
     changes = [change for change in receipt.get("differences_from_recipe") or [] if not change.startswith(_PLACES)]

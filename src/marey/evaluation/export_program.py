@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ from torch import Tensor, nn
 
 from marey import __version__
 from marey.core.files import atomic_write
+from marey.evaluation.inspect_export import ABOUT
 from marey.evaluation.loading import LoadedEncoder
 from marey.evaluation.release.encoder_marey import VideoEncoder
-
-ABOUT = "marey.json"
-"""The extra file inside the program: what it is and what it expects."""
 
 
 class ClipProgram(nn.Module):
@@ -36,14 +33,6 @@ class ClipProgram(nn.Module):
         """See the class."""
         tokens: Tensor = self.encoder((clips.float() / 255.0 - self.mean) / self.std)
         return tokens
-
-
-def is_program(path: Path) -> bool:
-    """Whether ``path`` is a program that ``save_program`` wrote, by the list of what is in it."""
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith(f"extra/{ABOUT}") for name in archive.namelist())
 
 
 def save_program(out: Path, encoder: VideoEncoder, loaded: LoadedEncoder, *, about: dict[str, Any]) -> None:

@@ -177,7 +177,10 @@ def neighbour_part(gathered: Gathered) -> str:
             sets.append(f'<div class="set">{asked}<div class="found">{"".join(lines)}</div></div>')
     if not sets:
         return ""
-    marks = " Those that share its label are marked; training never read it." if any(gathered.labels) else ""
+    unlabelled = sum(not label for label in gathered.labels)
+    marks = " Those that share its label are marked; training never read it." if unlabelled < total else ""
+    if marks and unlabelled:
+        marks += f" {unlabelled:,} of the {total:,} clips have no label: they are named by their file and never marked."
     apart = (
         "All clips are of one file, so only its other episodes can be neighbours: they may show the same scene."
         if gathered.one_video
@@ -198,7 +201,7 @@ def _neighbour(gathered: Gathered, asked: int, row: int) -> str:
     mine, theirs = gathered.labels[asked], gathered.labels[row]
     same = bool(theirs) and mine == theirs
     text = (f"{theirs} ✓" if same else theirs) or gathered.names[row]
-    alt = f"{_said(gathered, row)}{', the same label' if same else ', another label' if theirs else ''}"
+    alt = f"{_said(gathered, row)}{', the same label' if same else ', another label' if mine and theirs else ''}"
     return html.figure(body_html=_moving(gathered.thumbs[row], alt), caption=text, kind="same" if same else "")
 
 

@@ -15,6 +15,8 @@ def film_of(item: Rollout) -> Film:
         [("what followed", item.target_pictures), ("predicted", item.predicted_pictures)], known=item.known_pictures
     )
     errors = {name: item.mean(name) for name in (PREDICTION, STILL)}
-    share = f"{errors[PREDICTION] / errors[STILL]:.2f} of a still image's error" if errors[STILL] > 0 else "it is still"
+    share = (
+        f"{errors[PREDICTION] / errors[STILL]:.2f} times a still image's error" if errors[STILL] > 0 else "it is still"
+    )
     uri = moving_uri(frames, fps=frames_per_second(item) / 2)
     return Film(uri, data_uri(frames[-1]), f"{item.clip.name.split('/')[-1]}: {share}")

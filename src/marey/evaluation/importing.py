@@ -35,6 +35,8 @@ PUBLISHED_RATE = 15.0
 """Stored frames per second: with a stride of 2, the published 7.5 frames per second."""
 _MEANING = tuple(PUBLISHED)
 """Keys of ``model`` that no shape shows."""
+_INPUT = {"image_size": "img_size", "img_size": "img_size", "num_frames": "num_frames"}
+"""What a ``config.json`` calls the size of the input, which no shape shows either -> key of ``model``."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,12 @@ def _stated(file: WeightsFile) -> Stated:
             raise UserError(f"what {file.path} says of itself cannot be read ({error}); export it again") from error
     beside = file.path.with_name("config.json")
     said = _said_beside(beside) if beside.is_file() else {}
-    by = f"{beside} says" if said else "the published weights were trained"
+    by = f"{beside} says" if set(said) & set(_MEANING) else "the published weights were trained"
     return Stated(by, {**PUBLISHED, **said}, None, PUBLISHED_RATE)
 
 
 def _said_beside(path: Path) -> dict[str, Any]:
-    """What a ``config.json`` says of positions and attention, at its top or in its model's section."""
+    """What a ``config.json`` says of positions, attention and input, at its top or in its model's section."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -140,6 +142,7 @@ def _said_beside(path: Path) -> dict[str, Any]:
     said: dict[str, Any] = {}
     for section in sections:
         said.update({key: section[key] for key in _MEANING if key in section})
+        said.update({key: section[name] for name, key in _INPUT.items() if type(section.get(name)) is int})
     return said
 
 

@@ -74,6 +74,11 @@ def _lines(path: Path, *, show_config: bool) -> list[str]:
     if path.suffix.lower() in LIST_SUFFIXES:
         _no_config(show_config, path, "a list")
         return _list_lines(path)
+    from marey.evaluation.inspect_export import is_program, program_lines
+
+    if is_program(path):
+        _no_config(show_config, path, "an exported program")
+        return program_lines(path)
     from marey.evaluation.checkpoint_file import is_safetensors
     from marey.evaluation.inspect_checkpoint import checkpoint_lines, safetensors_lines
 
@@ -97,13 +102,22 @@ def _no_config(asked: bool, path: Path, what: str) -> None:
 
 def _folder_lines(path: Path, *, show_config: bool) -> list[str]:
     """A folder that is none of ours, but may hold some."""
+    from marey.evaluation.inspect_export import is_export
+
     stores = sorted(path.glob("*.lance"))
     latents = sorted(path.glob("*/manifest.csv"))
     checkpoints = sorted(path.glob("*.ckpt"))
-    runs = sorted(receipt.parent for receipt in path.glob("*/receipt.json"))
+    exports = sorted(config.parent for config in path.glob("*/config.json") if is_export(config.parent))
+    runs = sorted(receipt.parent for receipt in path.glob("*/receipt.json") if receipt.parent not in exports)
     found = [
         (name, f"{len(items)}, the last {items[-1]}")
-        for name, items in (("runs", runs), ("checkpoints", checkpoints), ("stores", stores), ("latents", latents))
+        for name, items in (
+            ("runs", runs),
+            ("checkpoints", checkpoints),
+            ("exports", exports),
+            ("stores", stores),
+            ("latents", latents),
+        )
         if items
     ]
     videos = _videos_in(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from marey.evaluation.describing import (
     data_words,
     experiment,
     input_words,
+    known_model,
     model_words,
     program_words,
 )
@@ -40,7 +42,7 @@ def checkpoint_lines(path: Path, *, show_config: bool) -> list[str]:
         ("experiment", experiment(config)),
         ("progress", _progress(about)),
         ("batch", _batch(about)),
-        ("model", model_words(config.get("model") or {})),
+        ("model", model_words(known_model(config, about.get("receipt") or {}))),
         ("program", program_words(config)),
         ("input", input_words(about.get("preprocessing") or {})),
         ("data", data_words(config)),
@@ -182,7 +184,10 @@ def safetensors_lines(path: Path) -> list[str]:
                 f"{tubelet} x {patch} x {patch}",
             )
         )
-        rows.append(("use", "weights alone: rope_layout, attn_mode and preprocessing must come from elsewhere"))
+        own_words = "rope_layout, attn_mode and preprocessing are what it says of itself"
+        others = "weights alone: rope_layout, attn_mode and preprocessing must come from elsewhere"
+        told = own_words if "marey_model" in metadata else others
+        rows.append(("use", f"`marey import {shlex.quote(str(path))} OUT.ckpt`; {told}"))
     else:
         names = list(header)
         rows.append(("names", ", ".join(names[:6]) + (f" and {len(names) - 6} more" if names[6:] else "")))

@@ -1,16 +1,21 @@
-"""An exported encoder's folder in plain words. No torch here: the answer comes from its JSON."""
+"""An exported encoder, a folder or one program, in plain words. No torch here: the answer comes from its JSON."""
 
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
 from marey.core.errors import UserError
+from marey.core.files import UNREADABLE
+from marey.evaluation.describing import input_words, model_words
 from marey.evaluation.wording import aligned, dig, size
 
 EXPORTED_TYPE = "marey"
 """``model_type`` of an export's configuration."""
+ABOUT = "marey.json"
+"""The extra file inside an exported program: what it is and what it expects."""
 
 
 def is_export(folder: Path) -> bool:
@@ -38,6 +43,42 @@ def export_lines(folder: Path) -> list[str]:
     return [f"{folder}: an encoder that `marey export` wrote", *aligned(rows)]
 
 
+def is_program(path: Path) -> bool:
+    """Whether ``path`` is a program that `marey export` wrote, by the list of what is in it."""
+    return _about(path) is not None
+
+
+def program_lines(path: Path) -> list[str]:
+    """What encoder a traced program is, what it takes and gives, and which run it came from."""
+    name = _about(path)
+    assert name is not None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            facts = json.loads(archive.read(name))
+    except (*UNREADABLE, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is damaged ({error}); write it again with `marey export`") from error
+    receipt = facts.get("receipt") or {}
+    rows = [
+        ("encoder", model_words(facts.get("model") or {})),
+        ("trained on", input_words(facts.get("preprocessing") or {})),
+        ("takes", str(facts.get("input"))),
+        ("gives", str(facts.get("output"))),
+        ("weights", f"{facts.get('weights')}, step {facts.get('step')}, {size(path.stat().st_size)}"),
+        ("from", _identity(receipt)),
+        ("use", f'torch.export.load("{path}").module()'),
+    ]
+    return [f"{path}: an encoder as one program, which `marey export` wrote", *aligned(rows)]
+
+
+def _about(path: Path) -> str | None:
+    """The name of the extra file in a program, None where ``path`` is something else."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return next((name for name in archive.namelist() if name.endswith(f"extra/{ABOUT}")), None)
+    except (*UNREADABLE, zipfile.BadZipFile):
+        return None
+
+
 def _encoder(config: dict[str, Any]) -> str:
     return (
         f"width {config.get('hidden_size')}, {config.get('num_hidden_layers')} blocks, "
@@ -57,5 +98,9 @@ def _run(folder: Path) -> str:
         receipt = json.loads((folder / "receipt.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
+    return _identity(receipt)
+
+
+def _identity(receipt: dict[str, Any]) -> str:
     identity, recipe = dig(receipt, "run_id"), dig(receipt, "recipe", "name")
     return ", ".join(f"{what} {value}" for what, value in (("run", identity), ("recipe", recipe)) if value)

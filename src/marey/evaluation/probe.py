@@ -32,6 +32,7 @@ from marey.evaluation.preprocessing import Preprocessing
 from marey.evaluation.probe_text import result_lines
 from marey.evaluation.spatial import SpatialViews
 from marey.evaluation.split import VALIDATION_SHARE, held_out
+from marey.pixels.digits import built_source
 from marey.pixels.episodes import EpisodeSource, FrameRequest
 from marey.pixels.evalclips import EvalClips
 from marey.pixels.reading import Refusal, read_clips
@@ -112,6 +113,9 @@ def probe(
     """
     if label_column != "label" and labels is None:
         raise UserError(f"--label-column {label_column} needs --labels FILE.csv beside it")
+    for path in (data, test):
+        if path is not None and path.startswith("demo:"):
+            built_source(path.removeprefix("demo:"))  # a misspelt split is refused before the other one is made
     where = resolve_device(device)
     loaded = load_encoder(checkpoint, weights=weights, device=where)
     sources = [open_clips(path, loaded.preprocessing) for path in (data, test) if path is not None]

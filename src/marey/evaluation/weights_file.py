@@ -31,6 +31,8 @@ def read_weights(path: Path) -> WeightsFile:
     Raises UserError: missing, a folder, damaged, holding objects that only executing code could rebuild, a checkpoint
     of Marey's own, no tensors, or several sets of them.
     """
+    if (path / "model.safetensors").is_file():
+        raise UserError(f"{path} is a folder; give the weights in it, {path / 'model.safetensors'}")
     if path.is_file() and path.stat().st_size and is_safetensors(path):
         header = safetensors_header(path)
         try:

@@ -16,12 +16,11 @@ from marey.pixels.open import STALL_S, open_source
 from marey.sampling.order import Draw, EpochPlan, MicroBatchSampler, rank_positions
 from marey.training.batchplan import BatchPlan
 from marey.training.loader import MicroStepLoader
+from marey.training.workers import CLIP_MODULES
 
 DEMO = "demo:"
 DECODERS_IN_A_ROW = 4
 """How many of them may hang, one after another, within loader.timeout."""
-PRELOADED = ("marey.pixels.dataset",)
-"""What a worker that reads clips imports."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ def build_loader(
         config=config.loader,
         micro_steps=micro_steps,
         collate=collate,
-        preload=PRELOADED,
+        preload=CLIP_MODULES,
         pin_memory=pin_memory,
         from_the_top=from_the_top,
     )

@@ -130,6 +130,7 @@ class OnlineProbe:
 def neighbour_accuracy(features: Tensor, labels: Tensor, videos: Tensor) -> float | None:
     """Share of labelled clips whose class the 20 nearest labelled clips of other videos name; None where nobody can.
 
+    Fewer than 20 where a class has fewer on average: the others' classes would outvote a clip's own.
     features: ``[n, D]``; labels, videos: int64 ``[n]``, label -1 for none. A clip without a neighbour is wrong.
     """
     known = labels >= 0
@@ -140,7 +141,7 @@ def neighbour_accuracy(features: Tensor, labels: Tensor, videos: Tensor) -> floa
     classes = torch.tensor([place[label] for label in labels[known].tolist()])
     other = videos[known].unsqueeze(0) != videos[known].unsqueeze(1)
     similarity = (x @ x.T).masked_fill(~other, float("-inf"))
-    nearest = similarity.topk(min(NEIGHBOURS, len(x)), dim=1)
+    nearest = similarity.topk(min(NEIGHBOURS, max(1, len(x) // len(place))), dim=1)
     votes = torch.zeros(len(x), len(place), dtype=torch.float64)
     votes.scatter_add_(1, classes[nearest.indices], torch.exp(nearest.values / TEMPERATURE))
     right = (votes.argmax(dim=1) == classes) & (votes.amax(dim=1) > 0)

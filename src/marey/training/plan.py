@@ -15,6 +15,7 @@ from marey.config.causal import CausalConfig
 from marey.config.runs import RunConfig
 from marey.config.schema import EncoderConfig, SourceConfig
 from marey.core.errors import UserError
+from marey.pixels.naming import is_there, split_part
 from marey.training.batchplan import BatchPlan, batch_plan
 from marey.training.compare import comparison_lines, restore_lines
 from marey.training.cost import StepCost, step_cost
@@ -129,7 +130,7 @@ def _count(config: EncoderConfig, source: SourceConfig, name: str, per_video: in
             needed = clip_span(config.model.num_frames, stride)
             short = f"; {index.dropped_short:,} shorter than {needed} frames dropped"
         return SourceCount(name, len(index), per_video), f"{len(index):,} episodes x {per_video} clips{short} ({path})"
-    if path is not None and path.exists():
+    if path is not None and (path.exists() or is_there(split_part(source.path)[0])):
         return (
             None,
             f"{path} holds video files, counted when training starts; steps per epoch are not known before",

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from marey.config import compose
+from marey.config.causal import CausalConfig
 from marey.config.runs import RunConfig
 from marey.config.schema import describe
 from marey.training.again import Again
@@ -91,6 +92,7 @@ def execute(
         announce(config, differences)
         check_free(run_dir, key="hydra.run.dir")
         os.environ[RUN_DIR_VARIABLE] = str(run_dir)
+    _start_workers_server(config)
     from marey.training.fit import fit  # deferred: Lightning takes many seconds to import
 
     try:
@@ -106,6 +108,15 @@ def execute(
     finally:
         if first:
             os.environ.pop(RUN_DIR_VARIABLE, None)
+
+
+def _start_workers_server(config: RunConfig) -> None:
+    """What loader workers are forked from imports torch while this process imports Lightning: seconds saved."""
+    if not config.loader.num_workers:
+        return
+    from marey.training.workers import CLIP_MODULES, LATENT_MODULES, worker_context  # deferred: a plan has no workers
+
+    worker_context(LATENT_MODULES if isinstance(config, CausalConfig) else CLIP_MODULES)
 
 
 def recipe_differences(config: RunConfig, overrides: list[str]) -> list[str]:

@@ -13,6 +13,10 @@ from pathlib import Path
 from marey.core import now
 
 PRELOADED = ("torch", "marey.training.workers")
+CLIP_MODULES = ("marey.pixels.dataset",)
+"""What a worker that reads clips imports."""
+LATENT_MODULES = ("marey.training.latent_batch", "marey.latents.dataset")
+"""What a worker that reads latents imports."""
 LEFT_TO_MAIN = (signal.SIGINT, signal.SIGTERM, *((signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ()))
 """A terminal, and a scheduler that ends a job, send these to every process of a run."""
 
@@ -31,7 +35,8 @@ def init_worker(worker: int, notes: Path | None = None) -> None:
 def worker_context(preload: Sequence[str]) -> BaseContext:
     """Processes that inherit no locks and no open readers: a fork server where there is one, else spawn.
 
-    The server imports the heavy modules (``preload`` too) once; each worker then starts in milliseconds.
+    The server imports the heavy modules (``preload`` too) once; each worker then starts in milliseconds. A process
+    has one such server: called before it is needed, it imports beside whatever this process does meanwhile.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")

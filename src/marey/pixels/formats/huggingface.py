@@ -32,11 +32,11 @@ def _read(request: Request) -> tuple[list[Entry], str]:
         entries += [_entry(file, number, row, request.source) for number, row in enumerate(rows)]
     if not entries:
         raise UserError(f"{request.source} has no rows; give a dataset that has some")
-    labelled = sum(entry.label is not None for entry in entries)
+    labelled, texts = sum(e.label is not None for e in entries), sum(bool(e.extra.get("text")) for e in entries)
     named = "".join(f", column {column}" for column in dict.fromkeys(columns))
     return entries, (
         f"Hugging Face dataset{named}, {len(files)} file{'s' * (len(files) != 1)}, {len(entries)} videos, "
-        f"{labelled} with a label"
+        f"{labelled} with a label, {texts} with a text"
     )
 
 
