@@ -25,7 +25,7 @@ REFERENCE: dict[str, Any] = {
     "augmentation": {
         "local_size": 96, "local_crops_number": 10, "local_crops_scale": [0.02, 0.4],
         "global_crops_scale": [0.8, 1.0], "hflip": True, "color_jitter_prob": 0.8, "grayscale_prob": 0.2,
-        "gaussian_blur_prob": 0.0, "color_jitter_hue": 0.1,
+        "gaussian_blur_prob": 0.0, "color_jitter_hue": 0.1, "sparse": True,
     },
     "model": {
         "name": "vit_base", "img_size": 224, "patch_size": 16, "num_frames": 16, "tubelet_size": 1, "use_rope": True,

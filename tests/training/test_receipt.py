@@ -124,11 +124,14 @@ def test_departures_from_the_published_code_name_what_restores_them(small: Calla
         "trainer.accelerator=gpu",
         "ema.compensate=false",
         "loader.episode_distinct=false",
+        "augmentation.sparse=false",
         "",
         "",
     ]
-    plain = {entry["what"]: entry for entry in published_differences(small("loader.episode_distinct=false"))}
-    assert plain["clips of one statistic batch"]["here"] == plain["clips of one statistic batch"]["published"]
+    restored = ("loader.episode_distinct=false", "augmentation.sparse=false")
+    plain = {entry["what"]: entry for entry in published_differences(small(*restored))}
+    for what in ("clips of one statistic batch", "pixels of dropped patches"):
+        assert plain[what]["here"] == plain[what]["published"] != listed[what]["here"]
 
 
 def test_a_refused_step_closes_the_receipt_as_refused(train: Train, tmp_path: Path) -> None:

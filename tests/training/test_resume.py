@@ -310,11 +310,14 @@ def test_a_key_that_came_later_counts_as_what_was_done_before_it(train: Train) -
     path = next(whole.checkpoints.glob("*-step-0000003.ckpt"))
     saved = torch.load(path, weights_only=True)
     assert saved["marey"]["config"]["model"].pop("token_drop_mode") == "random"
+    assert saved["marey"]["config"]["augmentation"].pop("sparse") is True
     save_sealed(saved, path)
     resumed = resume(train, "resumed", whole, 3, *RUN)
     assert differences(whole.checkpoint()["state_dict"], resumed.checkpoint()["state_dict"]) == []
     with pytest.raises(UserError, match=r"model\.token_drop_mode: random -> tube"):
         resume(train, "other", whole, 3, *RUN, "model.token_drop_mode=tube")
+    with pytest.raises(UserError, match=r"augmentation\.sparse: True -> False"):
+        resume(train, "whole views", whole, 3, *RUN, "augmentation.sparse=false")
 
 
 def test_a_finished_run_has_nothing_to_resume(train: Train) -> None:

@@ -78,6 +78,12 @@ class AugmentationConfig(Section):
     color_jitter_hue: Annotated[float, Field(ge=0.0, le=0.5)] = Field(
         description="turns of the colour circle, either way"
     )
+    # It has a default, so that configurations inside older checkpoints stay readable.
+    sparse: bool = Field(
+        default=True,
+        description="make only the patches that are kept (false: whole views as published, then their patches); the "
+        "same crops bit by bit, colours within rounding",
+    )
 
     @model_validator(mode="after")
     def _ranges_ascend(self) -> AugmentationConfig:

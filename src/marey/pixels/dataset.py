@@ -153,10 +153,16 @@ class ClipDataset(Dataset[ViewChunk]):
         height, width = frames.shape[-2:]
         draw = draw_view(height, width, self.augmentation, seed=self.seed, epoch=epoch, position=position, view=view)
         tokens = grid.positions[keep]
-        return (
-            view_patches(frames, draw, tokens, size=grid.size, patch=model.patch_size, tubelet=model.tubelet_size),
+        patches = view_patches(
+            frames,
+            draw,
             tokens,
+            size=grid.size,
+            patch=model.patch_size,
+            tubelet=model.tubelet_size,
+            sparse=self.augmentation.sparse,
         )
+        return patches, tokens
 
     def request(self, source: int, usable: int, epoch: int, position: int) -> FrameRequest:
         """The frames of the clip at (epoch, position), if it is one of ``usable`` episode of ``source``."""

@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional
 from marey.pixels.clips import PadShort, index_clips
 from marey.pixels.episodes import EpisodeSource, FrameRequest
 from marey.pixels.reading import ClipReader, Refusal
-from marey.pixels.views import resize
+from marey.pixels.resample import resize
 
 
 class EvalBatch(NamedTuple):

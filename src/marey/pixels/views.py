@@ -1,8 +1,11 @@
-"""Views of a clip: one crop (for local views also flip and colour) for all frames, then the kept patches.
+"""Views of a clip: one crop (for local views also flip and colour) for all frames, of which some patches are kept.
 
 Every parameter is drawn from the key (seed, "view", epoch, position, view), view 0 being the global one, so a
 view depends on nothing but its own address. Numbers are drawn in a fixed layout: another probability or range
 changes what it names and nothing else.
+
+``augmentation.sparse`` says how the kept patches are made. False: the whole view, as published, and then its patches.
+True: the patches alone. The resampled pixels are the same bit by bit. Colours differ by what ``pixels.colour`` says.
 
 Legend: T frames, H, W pixels of the stored frame, S side of the view, K kept tokens, P values of a patch.
 """
@@ -14,27 +17,33 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from marey.config.schema import AugmentationConfig
 from marey.core.keys import rng
-from marey.core.tokens import grid_shape
-from marey.pixels.colour import ColourDraw, contrast_mean, grey, jitter
+from marey.pixels.colour import (
+    BRIGHTNESS,
+    CONTRAST,
+    HUE,
+    SATURATION,
+    ColourDraw,
+    contrast_mean,
+    grey,
+    jitter,
+    sample_pixels,
+)
+from marey.pixels.resample import Crop, crop_and_resize, gather_patches, resample_patches
 
 RATIO = (3 / 4, 4 / 3)
 BRIGHTNESS_RANGE, CONTRAST_RANGE, SATURATION_RANGE = 0.4, 0.4, 0.2
 BLUR_SIGMA = (0.1, 2.0)
 CROP_TRIES = 10
-
-
-class Crop(NamedTuple):
-    """A box in pixels of the stored frame."""
-
-    top: int
-    left: int
-    height: int
-    width: int
+COLOUR_STEPS = {
+    BRIGHTNESS: functional.adjust_brightness,
+    CONTRAST: functional.adjust_contrast,
+    SATURATION: functional.adjust_saturation,
+    HUE: functional.adjust_hue,
+}
 
 
 class ViewDraw(NamedTuple):
@@ -103,69 +112,51 @@ def draw_view(
     )
 
 
-def crop_and_resize(frames: torch.Tensor, crop: Crop, size: int) -> torch.Tensor:
-    """uint8 ``[T, 3, H, W]`` -> uint8 ``[T, 3, S, S]``, bicubic with antialiasing."""
-    box = frames[:, :, crop.top : crop.top + crop.height, crop.left : crop.left + crop.width]
-    return resize(box, [size, size])
-
-
-def resize(frames: torch.Tensor, size: list[int]) -> torch.Tensor:
-    """uint8 ``[T, 3, H, W]``, bicubic with antialiasing, to ``[height, width]`` or, one number, the short side."""
-    # Interleaved memory is what torchvision resizes fastest: a third of the time of planes.
-    interleaved = frames.contiguous(memory_format=torch.channels_last)
-    resized: torch.Tensor = functional.resize(
-        interleaved, size, interpolation=InterpolationMode.BICUBIC, antialias=True
-    )
-    return resized
-
-
-def gather_patches(
-    video: torch.Tensor, tokens: torch.Tensor, *, patch: int, tubelet: int, mirror: bool = False
-) -> torch.Tensor:
-    """``[T, 3, S, S]`` and int64 ``[K, 3]`` grid positions (t, h, w) -> ``[K, 3, tubelet, patch, patch]``.
-
-    Copies the named patches and nothing else. ``mirror`` reads them as from the video flipped left to right.
-    """
-    frames, _, height, width = video.shape
-    gt, gh, gw = grid_shape(frames, height, width, patch=patch, tubelet=tubelet)
-    blocks = video.view(gt, tubelet, 3, gh, patch, gw, patch)  # splitting axes copies nothing, whatever strides
-    t, h, w = tokens.unbind(1)
-    # as (gt, gh, gw, 3, tubelet, patch, patch), still without a copy; indexing copies the kept
-    kept: torch.Tensor = blocks.permute(0, 3, 5, 2, 1, 4, 6)[t, h, gw - 1 - w if mirror else w]
-    return kept.flip(-1) if mirror else kept
-
-
 def view_patches(
-    frames: torch.Tensor, draw: ViewDraw, tokens: torch.Tensor, *, size: int, patch: int, tubelet: int
+    frames: torch.Tensor,
+    draw: ViewDraw,
+    tokens: torch.Tensor,
+    *,
+    size: int,
+    patch: int,
+    tubelet: int,
+    sparse: bool = True,
 ) -> torch.Tensor:
-    """uint8 ``[T, 3, H, W]`` -> uint8 ``[K, P]``: the patches of this view at grid positions ``tokens``.
-
-    Colour is changed on the kept patches alone; only contrast reads the whole view, for its mean.
-    """
-    view = crop_and_resize(frames, draw.crop, size)
-    if draw.blur_sigma is not None:
-        # A blur mixes pixels across patches: everything before it is done on the whole view.
-        whole = _recolour(view, view.movedim(1, 0), draw, tubelet=1, frame=torch.arange(len(view)))
-        kernel = 2 * (size // 20) + 1
-        view = functional.gaussian_blur(whole.movedim(0, 1), [kernel, kernel], [draw.blur_sigma] * 2)
-        draw = draw._replace(colour=None, grayscale=False)
-    kept = gather_patches(view, tokens, patch=patch, tubelet=tubelet, mirror=draw.hflip)
-    if draw.colour is not None or draw.grayscale:
-        planes = kept.movedim(1, 0).flatten(3)  # [3, K, tubelet, patch * patch]
-        kept = _recolour(view, planes, draw, tubelet=tubelet, frame=tokens[:, 0]).movedim(0, 1)
+    """uint8 ``[T, 3, H, W]`` -> uint8 ``[K, P]``: the patches of this view at grid positions ``tokens``."""
+    if sparse and draw.blur_sigma is None:
+        kept = _patches_alone(frames, draw, tokens, size=size, patch=patch, tubelet=tubelet)
+    else:  # a blur mixes pixels across patches
+        kept = gather_patches(whole_view(frames, draw, size), tokens, patch=patch, tubelet=tubelet)
     return kept.reshape(len(tokens), -1)
 
 
-def _recolour(
-    view: torch.Tensor, planes: torch.Tensor, draw: ViewDraw, *, tubelet: int, frame: torch.Tensor
-) -> torch.Tensor:
-    """uint8 ``[3, n, ...]`` planes of ``view``; row i is of frames ``frame[i] * tubelet + 0..tubelet-1``."""
-    image = planes.to(torch.float32, memory_format=torch.contiguous_format)
+def whole_view(frames: torch.Tensor, draw: ViewDraw, size: int) -> torch.Tensor:
+    """uint8 ``[T, 3, H, W]`` -> uint8 ``[T, 3, S, S]``: the whole view by torchvision, in the published order."""
+    view = crop_and_resize(frames, draw.crop, size)
+    if draw.hflip:
+        view = functional.hflip(view)
     if draw.colour is not None:
-        whole = view.movedim(1, 0).to(torch.float32, memory_format=torch.contiguous_format)
-        mean = contrast_mean(whole, draw.colour)  # [T]
-        mean = mean.reshape(-1, tubelet)[frame]
-        image = jitter(image, draw.colour, mean.reshape(mean.shape + (1,) * (image.ndim - 3)))
+        for step in draw.colour.order:
+            view = COLOUR_STEPS[step](view, draw.colour.factors[step])
+    if draw.grayscale:
+        view = functional.rgb_to_grayscale(view, num_output_channels=3)
+    if draw.blur_sigma is not None:
+        kernel = 2 * (size // 20) + 1
+        view = functional.gaussian_blur(view, [kernel, kernel], [draw.blur_sigma] * 2)
+    return view
+
+
+def _patches_alone(
+    frames: torch.Tensor, draw: ViewDraw, tokens: torch.Tensor, *, size: int, patch: int, tubelet: int
+) -> torch.Tensor:
+    """uint8 ``[K, 3, tubelet, patch, patch]``. Whatever patch is asked for, its values do not depend on the others."""
+    kept = resample_patches(frames, draw.crop, tokens, size=size, patch=patch, tubelet=tubelet, mirror=draw.hflip)
+    if draw.colour is None and not draw.grayscale:
+        return kept
+    image = kept.movedim(1, 0).to(torch.float32, memory_format=torch.contiguous_format)  # [3, K, tubelet, patch, patch]
+    if draw.colour is not None:
+        mean = contrast_mean(sample_pixels(frames, draw.crop), draw.colour)  # [T]
+        image = jitter(image, draw.colour, mean.view(-1, tubelet, 1, 1)[tokens[:, 0]])
     if draw.grayscale:
         image = grey(image).expand_as(image)
-    return image.to(torch.uint8)
+    return image.to(torch.uint8).movedim(0, 1)

@@ -125,6 +125,9 @@ def open_receipt(
     return Receipt(run_dir / "receipt.json", content)
 
 
+WHOLE_VIEWS = "whole views are made, and most of their patches dropped"
+
+
 def published_differences(config: EncoderConfig) -> list[dict[str, str]]:
     """Where this program departs from the published code on purpose, as this run has it.
 
@@ -152,6 +155,14 @@ def published_differences(config: EncoderConfig) -> list[dict[str, str]]:
             if loader.episode_distinct
             else "a plain shuffle of all clips",
             "restore": "loader.episode_distinct=false",
+        },
+        {
+            "what": "pixels of dropped patches",
+            "published": WHOLE_VIEWS,
+            "here": "never made; the mean that contrast needs is taken from a sample of each frame's pixels"
+            if config.augmentation.sparse
+            else WHOLE_VIEWS,
+            "restore": "augmentation.sparse=false",
         },
         {
             "what": "SIGReg directions",
