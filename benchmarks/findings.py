@@ -23,6 +23,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -96,31 +97,36 @@ def run(words: Sequence[str], *, log: Path, threads: int) -> float:
     return time.perf_counter() - start
 
 
+def _kept(path: Path, settings: list[str]) -> dict[str, Any] | None:
+    """What an earlier call wrote, if it was of these settings."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found if found.get("settings") == settings else None
+
+
 def one(folder: Path, name: str, seed: int, *, unit: int, threads: int) -> dict[str, Any]:
     """Train and probe one arm with one seed, or read what an earlier call found."""
-    result = folder / "result.json"
     arm = ARMS[name]
     steps = unit * arm.steps
     # The recipe warms up for a sixth of its run and decays to the end of it, whatever its length.
     settings = [*TRAINING, *arm.overrides, f"seed={seed}", f"trainer.max_steps={steps}"]
     settings.append(f"scheduler.peak_step={max(1, steps // 6)}")
-    if result.exists():
-        found: dict[str, Any] = json.loads(result.read_text())
-        if found["settings"] == settings:
-            return found
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("checkpoints/*.ckpt"):
-        old.unlink()
-    there = [f"hydra.run.dir={folder}", f"checkpoint.dirpath={folder / 'checkpoints'}"]
-    seconds = run(
-        [sys.executable, "-m", "marey", "train", *settings, *there], log=folder / "train.log", threads=threads
-    )
-    found = {"arm": name, "seed": seed, "settings": settings, "steps": steps, "train_seconds": seconds}
+    found = _kept(folder / "result.json", settings)
+    if found is not None:
+        return found
+    found = _kept(folder / "trained.json", settings)
+    if found is None:
+        shutil.rmtree(folder, ignore_errors=True)  # a run that did not end
+        folder.mkdir(parents=True)
+        there = [f"hydra.run.dir={folder}", f"checkpoint.dirpath={folder / 'checkpoints'}"]
+        words = [sys.executable, "-m", "marey", "train", *settings, *there]
+        seconds = run(words, log=folder / "train.log", threads=threads)
+        found = {"arm": name, "seed": seed, "settings": settings, "steps": steps, "train_seconds": seconds}
+        write_json(folder / "trained.json", found)
     baseline = ["--baseline"] if name == next(iter(ARMS)) else []  # the same for all arms of a seed
     words = [sys.executable, str(Path(__file__).resolve()), "--read", str(folder), *baseline]
     run(words, log=folder / "read.log", threads=threads)
     found.update(json.loads((folder / "read.json").read_text()))
-    write_json(result, found)
+    write_json(folder / "result.json", found)
     print(
         f"{folder.name}: {seconds:.0f} s; " + "; ".join(f"{task} {scores(found, task)}" for task in TASKS), flush=True
     )

@@ -67,8 +67,11 @@ def _children_cpu() -> float:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill the benchmark and whatever it started, unless it has ended."""
-    if process.poll() is None:
+    """Kill the benchmark and whatever it started, unless its end was waited for.
+
+    Until then its number, which is its group's, is nobody else's; what it left behind may still hold its output open.
+    """
+    if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -97,7 +100,7 @@ def run(benchmark: Benchmark, out: Path, *, quick: bool, cuda: bool, limit: floa
     ) as process:
 
         def stop() -> None:
-            if process.poll() is None:
+            if process.returncode is None:
                 late.set()
                 _end(process)
 

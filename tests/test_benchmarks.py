@@ -168,6 +168,12 @@ def test_a_benchmark_that_takes_too_long_is_ended(folder: Path) -> None:
     assert (outcome.status, outcome.reason) == ("failed", "not done within 0.5 s")
 
 
+def test_what_a_benchmark_leaves_behind_does_not_keep_the_others_waiting(folder: Path) -> None:
+    (benchmark,) = scripts(folder, gone=f"import subprocess\nsubprocess.Popen(['sleep', '600'])\n{GOOD}")
+    outcome = runner.run(benchmark, folder, quick=True, cuda=False, limit=1.0)
+    assert (outcome.status, outcome.reason) == ("failed", "not done within 1 s")
+
+
 def test_the_tables_of_a_run_come_back_as_markdown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = scripts(folder, good=f'print("a machine\\n| a |\\n|---|\\nsaid")\n{GOOD}', plain=f'print("x  1")\n{GOOD}')
     runner.run_all(table, folder, quick=True, aims=[])

@@ -232,8 +232,10 @@ def test_a_chart_places_points_and_breaks_at_gaps():
 
 
 def test_a_chart_of_one_point_or_a_level_line_has_axes_all_the_same():
-    for y in ([3.0], [3.0, 3.0]):
-        ElementTree.fromstring(line_chart([Line("a", range(len(y)), y)], title="t", x_label="x", y_label="y"))
+    for first in (0, 1, 4, 1000):  # whole numbers, whatever room is left around a single one
+        for y in ([3.0], [3.0, 3.0], [0.0]):
+            x = range(first, first + len(y))
+            ElementTree.fromstring(line_chart([Line("a", x, y)], title="t", x_label="x", y_label="y"))
     level = ElementTree.fromstring(line_chart([Line("a", [1, 3], [0, 0])], title="t", x_label="x", y_label="y"))
     told = [node.text for node in level.iter() if node.tag == "text"]
     assert not any(text and text.startswith("-") for text in told), "what is never below nothing has no room there"

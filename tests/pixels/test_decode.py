@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from fractions import Fraction
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import av
 import numpy as np
 import pytest
 import simplejpeg
+from av.video.reformatter import ColorRange, Colorspace
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -226,20 +228,52 @@ def test_odd_sizes_keep_a_clean_edge(size: tuple[int, int], turns: int, monkeypa
     assert np.abs(image - expected).max() <= 3
 
 
+@pytest.mark.parametrize("levels", ["MPEG", "JPEG"])
 @pytest.mark.parametrize("matrix", ["ITU601", "ITU709"])
-def test_the_stored_colours_are_those_of_the_frame(matrix: str) -> None:
-    """Planes go to JPEG without a detour through RGB; both ways must agree, whatever the file's colour matrix."""
+def test_the_stored_colours_are_those_of_the_frame(matrix: str, levels: str) -> None:
+    """Planes go to JPEG without a detour through RGB; both ways must agree, whatever the file's matrix and range."""
     image = np.zeros((64, 64, 3), np.uint8)
     image[:, :32], image[:32, 32:], image[32:, 32:] = (200, 30, 40), (30, 180, 60), (40, 60, 210)
-    space = getattr(av.video.reformatter.Colorspace, matrix)
-    frame = av.VideoFrame.from_ndarray(image, format="rgb24").reformat(format="yuv420p", dst_colorspace=space)
-    frame.colorspace = int(space)
+    space, values = getattr(Colorspace, matrix), getattr(ColorRange, levels)
+    frame = av.VideoFrame.from_ndarray(image, format="rgb24").reformat(
+        format="yuv420p", dst_colorspace=space, dst_color_range=values
+    )
+    frame.colorspace, frame.color_range = int(space), int(values)
     painter = Painter()
     jpeg = simplejpeg.decode_jpeg(painter.jpeg(frame, quality=100)).astype(int)
     plain = painter.rgb(frame).astype(int)
     for y, x in ((32, 12), (12, 48), (48, 48)):
         assert np.abs(jpeg[y, x] - plain[y, x]).max() <= 4
         assert np.abs(plain[y, x] - image[y, x]).max() <= 6
+
+
+def test_a_fault_in_encoding_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames are encoded beside decoding: what goes wrong there is not lost, nor what was done before it."""
+    whole = Painter.jpeg
+    painted: list[int] = []
+
+    def failing(self: Painter, frame: av.VideoFrame, *, quality: int) -> bytes:
+        painted.append(threading.get_ident())
+        if len(painted) == 10:
+            raise KeyError("odd")
+        return whole(self, frame, quality=quality)
+
+    monkeypatch.setattr(Painter, "jpeg", failing)
+    reading = Reading(str(make_video(tmp_path / "a.mp4", frames=30)), rate=25.0)
+    frames = stored_frames(reading, short_edge=None, quality=90)
+    assert [next(frames).step for _ in range(9)] == list(range(9))
+    with pytest.raises(KeyError, match="odd"):
+        next(frames)
+    assert set(painted) != {threading.get_ident()}
+
+
+def test_a_caller_that_stops_early_leaves_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    frames = stored_frames(Reading(str(make_video(tmp_path / "a.mp4")), rate=25.0), short_edge=None, quality=90)
+    assert next(iter(frames)).step == 0
+    assert threading.active_count() > before
+    frames.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
 
 
 def test_a_single_frame_is_one_step(tmp_path: Path) -> None:

@@ -117,6 +117,28 @@ def test_the_cpu_time_of_a_process_is_counted() -> None:
     assert used == 0 if not Path("/proc/self/stat").exists() else 0.05 < used < 10
 
 
+def test_all_decoders_that_have_work_start_at_once(silent_job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    at_first_word: list[int] = []
+    start, hear = pool_module.start_child, pool_module.hear
+
+    def counted(job: str) -> pool_module.Child:
+        started.append(1)
+        return start(job)
+
+    def heard(child: pool_module.Child) -> pool_module.Event | None:
+        at_first_word.append(len(started))
+        return hear(child)
+
+    monkeypatch.setattr(pool_module, "start_child", counted)
+    monkeypatch.setattr(pool_module, "hear", heard)
+    events = list(run_tasks(silent_job, ((number, {"s": 0.0}) for number in range(3)), workers=2, stall_s=60.0))
+    assert sorted(events) == [Finished(number, "done") for number in range(3)]
+    assert at_first_word[0] == len(started) == 2
+    started.clear()
+    assert len(list(run_tasks(silent_job, [(0, {"s": 0.0})], workers=8, stall_s=60.0))) == len(started) == 1
+
+
 def test_a_decoder_that_is_slow_to_start_is_one_sentence(
     silent_job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import shutil
@@ -9,12 +10,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
+import marey.pixels.buffers as buffers_module
 import marey.pixels.guard as guard_module
 import marey.pixels.videos as videos_module
 from marey.core.errors import UserError
@@ -113,6 +117,83 @@ def test_any_order_of_reads_gives_the_frames_asked_for(reordered: VideoReader, s
     for step in steps:
         assert number_of(reordered.fetch([step])[step]) == step
     assert {step: number_of(image) for step, image in reordered.fetch(steps).items()} == {s: s for s in steps}
+
+
+def test_reading_on_decodes_every_frame_once(tmp_path: Path) -> None:
+    path = make_video(tmp_path / "a.mp4", frames=96, rate=25, b_frames=3, keys_every=96)
+    decoded: list[int] = []
+    reader = VideoReader(str(path), index_file(str(path), rate=25.0), tick=lambda: decoded.append(1))
+    for start in range(0, 96, 8):
+        steps = range(start, start + 8)
+        assert [number_of(picture) for picture in reader.fetch(steps).values()] == [*steps]
+    assert len(decoded) == 96
+
+
+def test_a_clip_keeps_its_pixels_while_it_is_held_and_leaves_its_memory_to_the_next(tmp_path: Path) -> None:
+    path = make_video(tmp_path / "a.mp4", frames=40)
+    source = VideoEpisodes.open(str(path), rate=25.0, episode_length=40)
+    held = [source.read([request(0, start, start + 2)])[0] for start in (0, 10, 20)]
+    assert [numbers(clip) for clip in held] == [[0, 2], [10, 12], [20, 22]]
+    assert len({clip.untyped_storage().data_ptr() for clip in held}) == 3
+    places = [clip.untyped_storage().data_ptr() for clip in held]
+    part = held[0][1:]
+    del held
+    fresh = [source.read([request(0, start, start + 2)])[0] for start in (5, 15, 25)]
+    assert numbers(part) == [2]
+    assert len({clip.untyped_storage().data_ptr() for clip in fresh} & set(places[1:])) == 2
+    assert places[0] not in {clip.untyped_storage().data_ptr() for clip in fresh}
+    del source
+    assert [numbers(clip) for clip in fresh] == [[5, 7], [15, 17], [25, 27]]  # also when the decoder is gone
+
+
+@given(lost=st.sets(st.integers(1, 118), min_size=1, max_size=8))
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_pixels_of_a_file_that_lost_packets_do_not_depend_on_what_else_is_asked_for(
+    tmp_path: Path, reordered: VideoReader, lost: set[int]
+) -> None:
+    """The decoder fills holes from what it decoded before, so nothing may be left out on the way to a frame."""
+    path = tmp_path / "lossy.mp4"
+    without_packets(Path(reordered.path), path, lost)
+    index = index_file(str(path), rate=25.0)
+    painter = Painter()
+    whole: dict[int, NDArray[np.uint8]] = {}
+    for shown in Reading(str(path), rate=25.0):
+        whole |= dict.fromkeys(range(shown.step, shown.step + shown.span), painter.rgb(shown.frame))
+    reader = VideoReader(str(path), index)
+    for steps in ([100, 30], [5], [*range(40, 80, 6)], [119]):
+        for step, picture in reader.fetch([step for step in steps if step in whole]).items():
+            assert np.array_equal(picture, whole[step])
+
+
+def without_packets(source: Path, target: Path, lost: set[int]) -> None:
+    """A copy from which packets are missing, by their place in the file."""
+    with av.open(str(source)) as whole, av.open(str(target), "w") as copy:
+        stream = whole.streams.video[0]
+        out = copy.add_stream_from_template(stream)
+        for number, packet in enumerate(whole.demux(stream)):
+            if packet.size and (number not in lost or packet.is_keyframe):
+                packet.stream = out
+                copy.mux(packet)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_REMOVE"), reason="this system cannot give back a part of a file's memory")
+def test_memory_that_lies_unused_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers_module, "KEEP_BYTES", 0)
+    make_video(tmp_path / "clips" / "0.mp4", frames=10)
+    make_video(tmp_path / "clips" / "1.mp4", frames=10, height=240, width=320)
+    source = VideoEpisodes.open(str(tmp_path / "clips"), rate=25.0, episode_length=10)
+    small, large = request(0, *range(8)), request(1, *range(8))
+    for _ in range(3):
+        assert numbers(source.read([small])[0]) == [*range(8)]
+        clip = source.read([large])[0]  # too large for the block of the clip before, which goes
+        assert numbers(clip) == [*range(8)]
+        assert source._guard is not None
+        assert source._guard._process is not None
+        held = os.fstat(source._guard._process.memory.file.fileno()).st_blocks * 512
+        assert clip.nbytes <= held < clip.nbytes + (1 << 20)
+        kept = source.read([small, large])  # a block each while both are held
+        assert [numbers(one) for one in (*kept, clip)] == [[*range(8)]] * 3
+        del kept, clip
 
 
 def test_a_clock_that_runs_backwards_is_read_by_counting(tmp_path: Path) -> None:

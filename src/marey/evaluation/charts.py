@@ -80,12 +80,12 @@ def line_chart(
     if reference is not None:
         ys = [*ys, reference[0]]
     x_ticks = ticks(min(xs), max(xs))
+    x_low, x_high = (min(xs), max(xs)) if max(xs) > min(xs) else (x_ticks[0], x_ticks[-1])
     if all(float(x).is_integer() for x in xs):  # there is no half step
         x_ticks = [value for value in x_ticks if value.is_integer()]
     y_ticks = ticks(min(0.0, *ys) if from_zero else min(ys), max(ys))
     if min(ys) >= 0:  # room around a level curve is not room below nothing
         y_ticks = [value for value in y_ticks if value >= 0]
-    x_low, x_high = (min(xs), max(xs)) if max(xs) > min(xs) else (x_ticks[0], x_ticks[-1])
     y_low, y_high = y_ticks[0], y_ticks[-1]
 
     def place_x(value: float) -> float:

@@ -105,6 +105,9 @@ class FrameReader(Protocol):
     def fetch(self, steps: Sequence[int]) -> dict[int, NDArray[np.uint8]]:
         """uint8 ``[H, W, 3]``, upright, by grid step. Raises ``UserError`` naming the video."""
 
+    def each(self, steps: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """As ``fetch``, (grid step, picture of any strides) one after another; ``steps`` are ascending and distinct."""
+
     def close(self) -> None:
         """Let go of what is open."""
 

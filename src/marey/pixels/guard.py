@@ -2,7 +2,7 @@
 
 FFmpeg is C: a call that never returns cannot be interrupted, and one that crashes takes its process with it. So
 frames are decoded by a child process (``pixels.framejob``) that is killed when it stalls, and comes back through
-memory that both processes map.
+memory that both processes map: the child writes a clip where the parent hands it on, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from marey.core.errors import UserError
+from marey.pixels.buffers import Block, Buffers
 from marey.pixels.footage import FileIndex, Footage
 from marey.pixels.pool import Child, Finished, Refused, end_child, hear, late, stalled, start_child
 
@@ -43,13 +44,14 @@ class GuardedReader:
     def fetch(self, number: int, footage: Footage, index: FileIndex, steps: Sequence[int]) -> NDArray[np.uint8]:
         """uint8 ``[steps, H, W, 3]``, upright, at grid ``steps`` (ascending, distinct) of video ``number``.
 
-        Raises ``UserError`` naming the file: it can no longer be read, or its decoder hung or died; ``MachineError``
+        The memory is shared with the decoding process, and used again when no array looks into it any more. Raises
+        ``UserError`` naming the file: it can no longer be read, or its decoder hung or died; ``MachineError``
         where no decoder can be started, which says nothing of the file.
         """
         if self._process is None:
             self._process = _Process()
         process = self._process
-        process.reserve(len(steps) * index.height * index.width * 3)
+        frames, block = process.memory.take(len(steps) * index.height * index.width * 3)
         opens, closes = None, []
         if number in process.files:
             process.files.move_to_end(number)
@@ -63,7 +65,9 @@ class GuardedReader:
             "opens": opens,
             "closes": closes,
             "steps": list(steps),
-            "memory": process.memory.fileno(),
+            "memory": process.memory.file.fileno(),
+            "block": (block.offset, block.size),
+            "drops": process.memory.dropped(),
         }
         try:
             height, width = self._ask(process.child, payload, footage.name)
@@ -71,8 +75,7 @@ class GuardedReader:
             # Also after an ordinary refusal: an open file that failed once is not asked again.
             self.close()
             raise
-        with mmap.mmap(process.memory.fileno(), len(steps) * height * width * 3, access=mmap.ACCESS_READ) as memory:
-            return np.frombuffer(memory, np.uint8).reshape(len(steps), height, width, 3).copy()
+        return frames.reshape(len(steps), height, width, 3)
 
     def _ask(self, child: Child, payload: dict[str, Any], path: str) -> tuple[int, int]:
         while not child.ready:
@@ -100,21 +103,40 @@ class GuardedReader:
             process.end()
 
 
+class _SharedBuffers(Buffers):
+    """Blocks of one file that both processes map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file = _anonymous()
+        self._size = 0
+        self._dropped: list[int] = []
+
+    def make(self, size: int) -> Block:
+        offset = self._size
+        os.ftruncate(self.file.fileno(), offset + size)
+        self._size += size
+        return Block(mmap.mmap(self.file.fileno(), size, offset=offset), size, offset)
+
+    def drop(self, block: Block) -> None:
+        if hasattr(mmap, "MADV_REMOVE"):  # gives the memory back; the stretch of the file stays, empty
+            block.memory.madvise(mmap.MADV_REMOVE)
+        self._dropped.append(block.offset)
+
+    def dropped(self) -> list[int]:
+        """Where the blocks began that were let go since the last call."""
+        offsets, self._dropped = self._dropped, []
+        return offsets
+
+
 class _Process:
     """A decoding process, the memory it writes to, and the files that it has open, oldest use first."""
 
     def __init__(self) -> None:
-        self.memory = _anonymous()
+        self.memory = _SharedBuffers()
         self.files: OrderedDict[int, None] = OrderedDict()
-        self._size = 0
-        self.child = start_child(JOB, inherit=[self.memory.fileno()])
-        self.end = weakref.finalize(self, _end, self.child, self.memory, os.getpid())
-
-    def reserve(self, size: int) -> None:
-        """Grow the memory where it is smaller than ``size`` bytes."""
-        if size > self._size:
-            os.ftruncate(self.memory.fileno(), size)
-            self._size = size
+        self.child = start_child(JOB, inherit=[self.memory.file.fileno()])
+        self.end = weakref.finalize(self, _end, self.child, self.memory.file, os.getpid())
 
 
 def _anonymous() -> IO[bytes]:

@@ -1,8 +1,14 @@
-"""One video to JPEG frames on the grid: a pure function of the file and the settings, mapped over files."""
+"""One video to JPEG frames on the grid: a pure function of the file and the settings, mapped over files.
+
+Three threads keep more than one core busy where there are fewer files than cores, and the decoder from waiting: one
+decodes, one scales and encodes, one writes. All three spend their time in C, without Python's lock.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +24,9 @@ from marey.pixels.picture import Painter
 
 CHUNK_FRAMES = 128
 """Frames a worker holds before it writes them down."""
+
+AHEAD = 4
+"""Decoded frames that may wait for the encoder: enough to even out frames that are dear to decode."""
 
 CHUNK_SCHEMA = pa.schema(
     [
@@ -59,13 +68,34 @@ def stored_frames(
     A repeated frame is encoded once. Raises ``Unreadable``.
     """
     painter = Painter(short_edge=short_edge)
-    for shown in reading:
-        height, width = painter.shape(shown.frame)
-        jpeg: bytes | None = None
-        for step in range(max(shown.step, first_step), shown.step + shown.span):
-            if jpeg is None:
-                jpeg = painter.jpeg(shown.frame, quality=quality)
-            yield StoredFrame(step=step, jpeg=jpeg, height=height, width=width, time_s=shown.time_s)
+    ahead: deque[_Waiting] = deque()
+    with ThreadPoolExecutor(1, "encode") as encoder:
+        for shown in reading:
+            # The first frame decides the size of all, also where it is not stored itself.
+            shape = painter.shape(shown.frame)
+            steps = range(max(shown.step, first_step), shown.step + shown.span)
+            if not steps:
+                continue
+            jpeg = encoder.submit(painter.jpeg, shown.frame, quality=quality)
+            ahead.append(_Waiting(steps, *shape, shown.time_s, jpeg))
+            if len(ahead) > AHEAD:
+                yield from ahead.popleft().frames()
+        while ahead:
+            yield from ahead.popleft().frames()
+
+
+class _Waiting(NamedTuple):
+    """A frame that is being encoded, and the grid steps at which it is shown."""
+
+    steps: range
+    height: int
+    width: int
+    time_s: float
+    jpeg: Future[bytes]
+
+    def frames(self) -> Iterator[StoredFrame]:
+        jpeg = self.jpeg.result()
+        return (StoredFrame(step, jpeg, self.height, self.width, self.time_s) for step in self.steps)
 
 
 def chunk_path(folder: Path, source: int, chunk: int) -> Path:
@@ -89,13 +119,17 @@ def ingest_file(payload: dict[str, Any], tick: Tick) -> dict[str, Any]:
         first_step=chunk * CHUNK_FRAMES,
     )
     held: list[StoredFrame] = []
-    for frame in frames:
-        held.append(frame)
-        if len(held) == CHUNK_FRAMES:
+    with ThreadPoolExecutor(1, "write") as writer:
+        written = writer.submit(lambda: None)
+        for frame in frames:
+            held.append(frame)
+            if len(held) == CHUNK_FRAMES:
+                written.result()  # one chunk at a time waits for the disk
+                written = writer.submit(_write, chunk_path(folder, source, chunk), held)
+                held, chunk = [], chunk + 1
+        written.result()
+        if held:
             _write(chunk_path(folder, source, chunk), held)
-            held, chunk = [], chunk + 1
-    if held:
-        _write(chunk_path(folder, source, chunk), held)
     if reading.counts.steps < payload["min_frames"]:
         raise Unreadable(
             f"gives {reading.counts.steps} frames at {settings.rate:g} frames/s, "

@@ -6,6 +6,7 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import simplejpeg
@@ -23,6 +24,25 @@ def frame_size(encoded: memoryview | bytes) -> tuple[int, int] | None:
     except ValueError:
         return None
     return int(height), int(width)
+
+
+def decode_clip(
+    encoded: Sequence[memoryview | bytes], places: Sequence[int], out: NDArray[np.uint8]
+) -> tuple[int, str] | None:
+    """Decode ``encoded[place]`` for each of ``places`` into ``out`` (uint8 ``[places, H, W, 3]``, contiguous).
+
+    A frame asked for again is copied. None if done, else the first position that fails and what is wrong with it.
+    """
+    done: dict[int, int] = {}
+    for position, place in enumerate(places):
+        if place in done:
+            out[position] = out[done[place]]
+            continue
+        done[place] = position
+        fault = decode_frame(encoded[place], out[position])
+        if fault:
+            return position, fault
+    return None
 
 
 def decode_frame(encoded: memoryview | bytes, out: NDArray[np.uint8]) -> str | None:

@@ -62,6 +62,10 @@ class Painter:
 
     def jpeg(self, frame: av.VideoFrame, *, quality: int) -> bytes:
         """JPEG (4:2:0). Planes are scaled and encoded as they are, without a detour through RGB: 2.4 times faster."""
+        return encoded(*self.planes(frame), quality=quality)
+
+    def planes(self, frame: av.VideoFrame) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
+        """Y ``[H, W]``, U and V half as large: uint8, upright, in JPEG's matrix (BT.601) and full range."""
         size = self._target(frame)
         scaled = self._scaler.reformat(
             frame,
@@ -75,10 +79,14 @@ class Painter:
         )
         turns = quarter_turns(frame)
         y, u, v = (np.ascontiguousarray(np.rot90(_plane(plane), turns)) for plane in scaled.planes)
-        return bytes(simplejpeg.encode_jpeg_yuv_planes(_evened(y), u, v, quality=quality))
+        return y, u, v
 
     def rgb(self, frame: av.VideoFrame) -> NDArray[np.uint8]:
-        """uint8 ``[H, W, 3]``."""
+        """uint8 ``[H, W, 3]``, contiguous."""
+        return np.ascontiguousarray(self.view(frame))
+
+    def view(self, frame: av.VideoFrame) -> NDArray[np.uint8]:
+        """uint8 ``[H, W, 3]`` of any strides: the scaler's own memory, to be copied from."""
         size = self._target(frame)
         same = (size.height, size.width) == (frame.height, frame.width)
         scaled = self._scaler.reformat(
@@ -89,7 +97,12 @@ class Painter:
             interpolation=Interpolation.BILINEAR if same else _QUALITY,
             threads=1,
         )
-        return np.ascontiguousarray(np.rot90(scaled.to_ndarray(), quarter_turns(frame)))
+        return np.rot90(scaled.to_ndarray(), quarter_turns(frame))
+
+
+def encoded(y: NDArray[np.uint8], u: NDArray[np.uint8], v: NDArray[np.uint8], *, quality: int) -> bytes:
+    """Planes (see ``Painter.planes``) as a JPEG."""
+    return bytes(simplejpeg.encode_jpeg_yuv_planes(_evened(y), u, v, quality=quality))
 
 
 def _plane(plane: av.video.plane.VideoPlane) -> NDArray[np.uint8]:

@@ -158,22 +158,23 @@ class _PictureReader:
         self._painter = Painter(size=Size(index.height, index.width))
 
     def fetch(self, steps: Sequence[int]) -> dict[int, NDArray[np.uint8]]:
-        pictures: dict[int, NDArray[np.uint8]] = {}
-        made: dict[int, NDArray[np.uint8]] = {}
-        for step in sorted(set(steps)):
+        return dict(self.each(sorted(set(steps))))
+
+    def each(self, steps: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        last: tuple[int, NDArray[np.uint8]] | None = None
+        for step in steps:
             ordinal = int(self._index.ordinals[step])
-            if ordinal not in made:
+            if last is None or last[0] != ordinal:
                 try:
                     frame = _as_frame(self._picture(step), 0, Fraction(1))
                 except (Unreadable, IndexError) as error:
                     raise UserError(
                         f"{self._name} can no longer be read ({error}); check the file and start again"
                     ) from None
-                made[ordinal] = self._painter.rgb(frame)
+                last = ordinal, self._painter.rgb(frame)
                 if self._tick is not None:
                     self._tick()
-            pictures[step] = made[ordinal]
-        return pictures
+            yield step, last[1]
 
     def close(self) -> None:
         self._stack.close()

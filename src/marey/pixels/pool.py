@@ -7,12 +7,14 @@ the user's main module, and begin in about a third of a second.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -92,22 +94,22 @@ def run_tasks(
     ends everything. However the iteration ends, no child outlives it.
     """
     waiting = iter(tasks)
-    upcoming = next(waiting, None)
+    upcoming = deque(itertools.islice(waiting, workers))
     children: list[Child] = []
     try:
-        while upcoming is not None or any(child.task is not None for child in children):
-            busy = sum(child.task is not None for child in children)
-            idle = len(children) - busy
-            if upcoming is not None and idle == 0 and len(children) < workers:
+        while upcoming or any(child.task is not None for child in children):
+            idle = sum(child.task is None for child in children)
+            # All that have work to do start at once: each takes a third of a second before it is ready.
+            for _ in range(min(len(upcoming) - idle, workers - len(children))):
                 children.append(start_child(job))
             for child in children:
-                if child.ready and child.task is None and upcoming is not None:
-                    child.task = upcoming[0]
+                if child.ready and child.task is None and upcoming:
+                    child.task, payload = upcoming.popleft()
                     child.heard()
                     # A child that has just died is noticed below, and its task refused there.
                     with contextlib.suppress(OSError):
-                        child.pipe.send(upcoming[1])
-                    upcoming = next(waiting, None)
+                        child.pipe.send(payload)
+                    upcoming.extend(itertools.islice(waiting, 1))
             heard = {id(pipe) for pipe in wait([child.pipe for child in children], timeout=0.1)}
             for child in list(children):
                 if id(child.pipe) in heard:

@@ -45,14 +45,16 @@ class VideoReader:
 
     def fetch(self, steps: Sequence[int]) -> dict[int, NDArray[np.uint8]]:
         """uint8 ``[H, W, 3]`` by grid step. Raises ``UserError`` naming the file."""
-        pictures: dict[int, NDArray[np.uint8]] = {}
-        by_ordinal: dict[int, NDArray[np.uint8]] = {}
-        for step in sorted(set(steps)):
+        return {step: np.ascontiguousarray(picture) for step, picture in self.each(sorted(set(steps)))}
+
+    def each(self, steps: Sequence[int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """As ``fetch``, one after another, for ``steps`` that are ascending and distinct."""
+        last: tuple[int, NDArray[np.uint8]] | None = None
+        for step in steps:
             ordinal = int(self._index.ordinals[step])
-            if ordinal not in by_ordinal:
-                by_ordinal[ordinal] = self._painter.rgb(self._find(step, ordinal))
-            pictures[step] = by_ordinal[ordinal]
-        return pictures
+            if last is None or last[0] != ordinal:
+                last = ordinal, self._painter.view(self._find(step, ordinal))
+            yield step, last[1]
 
     def _find(self, step: int, ordinal: int) -> av.VideoFrame:
         deadline = time.monotonic() + READ_LIMIT_S

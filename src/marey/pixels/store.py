@@ -9,31 +9,33 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lance
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import NDArray
 
 from marey.core.errors import UserError, nearest
+from marey.pixels.buffers import Buffers
 from marey.pixels.episodecolumns import files_of, texts_of
+from marey.pixels.episodeindex import EpisodeIndex
 from marey.pixels.episodes import FrameRequest, SourceGoneError
-from marey.pixels.jpegs import decode_frame, frame_size
+from marey.pixels.jpegs import decode_clip, frame_size
 from marey.pixels.lancefaults import refusing
 from marey.pixels.media import expanded
 from marey.pixels.storeformat import (
     BUILD_HINT,
-    MAX_PIXELS,
     REQUIRED,
     partial_path,
     read_metadata,
     refuse_no_table,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 
 class FrameStore:
@@ -68,6 +70,7 @@ class FrameStore:
         self._table_version = table_version
         self._dataset: lance.LanceDataset | None = None
         self._pid: int | None = None
+        self._buffers = Buffers()
 
     @classmethod
     def open(cls, path: str | Path, *, name: str | None = None) -> FrameStore:
@@ -129,7 +132,7 @@ class FrameStore:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_dataset": None, "_pid": None}
+        return self.__dict__ | {"_dataset": None, "_pid": None, "_buffers": Buffers()}
 
     def read(self, requests: Sequence[FrameRequest]) -> list[torch.Tensor]:
         """uint8 ``[T, 3, H, W]`` per request (channels last in memory); one take over the table for all of them.
@@ -137,6 +140,8 @@ class FrameStore:
         Steps may repeat and come in any order. Raises ``UserError`` for a frame that does not decode or is not of
         the size its row says, ``IndexError`` for a step outside the episode.
         """
+        import torch  # deferred: counting a store's episodes must not wait for it
+
         rows = [self._index.rows(request.episode, request.steps) for request in requests]
         if not rows:
             return []
@@ -154,110 +159,13 @@ class FrameStore:
             claimed = frame_size(encoded[place[0]]) if len(place) else None
             if claimed is not None and claimed != (height, width):
                 raise self._bad_frame(request, 0, f"is {claimed[0]}x{claimed[1]} where its row says {height}x{width}")
-            clip = np.empty((len(own), height, width, 3), np.uint8)
-            done: dict[int, int] = {}
-            for position, slot in enumerate(place.tolist()):
-                if slot in done:
-                    clip[position] = clip[done[slot]]
-                    continue
-                done[slot] = position
-                fault = decode_frame(encoded[slot], clip[position])
-                if fault:
-                    raise self._bad_frame(request, position, fault)
+            memory, _ = self._buffers.take(len(own) * height * width * 3)
+            clip = memory.reshape(len(own), height, width, 3)
+            fault = decode_clip(encoded, place.tolist(), clip)
+            if fault is not None:
+                raise self._bad_frame(request, *fault)
             clips.append(torch.from_numpy(clip).permute(0, 3, 1, 2))
         return clips
-
-
-class EpisodeIndex:
-    """Which rows of a table belong to which episode. Arrays ``[episodes]``, in ascending ``episode_idx``."""
-
-    def __init__(
-        self,
-        *,
-        ids: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        order: NDArray[np.int64] | None,
-        labels: NDArray[np.int64] | None,
-        heights: NDArray[np.int32],
-        widths: NDArray[np.int32],
-    ) -> None:
-        self.ids, self.starts, self.lengths = ids, starts, lengths
-        self.order = order  # None: rows already lie in (episode, step) order, as ours do
-        self.labels, self.heights, self.widths = labels, heights, widths
-
-    @classmethod
-    def read(cls, dataset: lance.LanceDataset, where: Path) -> EpisodeIndex:
-        """Read the numeric columns and check them; raises ``UserError``."""
-        table = dataset.to_table(columns=["episode_idx", "step_idx", "h", "w", "label"])
-        if table.num_rows == 0:
-            raise UserError(
-                f"{where} holds no frames; build it again with `marey ingest FOLDER {shlex.quote(str(where))}`"
-            )
-        episode, step, h, w = (_integers(table, name, where) for name in ("episode_idx", "step_idx", "h", "w"))
-        label = _integers(table, "label", where, null=-1)
-        order: NDArray[np.int64] | None = None
-        ahead = np.diff(episode)
-        if not ((ahead > 0) | ((ahead == 0) & (np.diff(step) > 0))).all():
-            order = np.lexsort((step, episode))
-            episode, step, h, w, label = (values[order] for values in (episode, step, h, w, label))
-        new = np.flatnonzero(np.diff(episode)) + 1
-        starts = np.concatenate([[0], new]).astype(np.int64)
-        lengths = np.diff(np.append(starts, len(episode))).astype(np.int64)
-        inside = np.ones(len(episode) - 1, bool)
-        inside[new - 1] = False
-        jumps = np.diff(step)
-        _refuse(where, episode, inside & (jumps == 0), step, "appears twice")
-        _refuse(where, episode, inside & (jumps != 1), step, "is followed by a gap")
-        for values, what in ((h, "changes its height"), (w, "changes its width"), (label, "changes its label")):
-            _refuse(where, episode, inside & (np.diff(values) != 0), step, what)
-        huge = (h < 1) | (w < 1) | (h * w > MAX_PIXELS)
-        _refuse(where, episode, huge, step, "has a size that no video frame has")
-        labels = np.where(label[starts] < 0, -1, label[starts])
-        return cls(
-            ids=episode[starts],
-            starts=starts,
-            lengths=lengths,
-            order=order,
-            labels=labels if (labels >= 0).any() else None,
-            heights=h[starts].astype(np.int32),
-            widths=w[starts].astype(np.int32),
-        )
-
-    def first_rows(self) -> NDArray[np.int64]:
-        """``[episodes]``: the table row of each one's first frame."""
-        return self.starts if self.order is None else self.order[self.starts]
-
-    def rows(self, episode: int, steps: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Table rows of some steps of an episode."""
-        steps = np.asarray(steps, np.int64)
-        length = int(self.lengths[episode])
-        if episode < 0 or (steps < 0).any() or (steps >= length).any():
-            raise IndexError(f"steps {steps.tolist()} of episode {episode}, which has {length} frames")
-        places: NDArray[np.int64] = self.starts[episode] + steps
-        return places if self.order is None else self.order[places]
-
-
-def _refuse(
-    where: Path, episode: NDArray[np.int64], bad: NDArray[np.bool_], step: NDArray[np.int64], what: str
-) -> None:
-    if bad.any():
-        at = int(bad.argmax())
-        raise UserError(
-            f"{where}: in episode {episode[at]}, step {step[at]} {what}; an episode needs one row for each "
-            "consecutive step, all of one size and label"
-        )
-
-
-def _integers(table: pa.Table, name: str, where: Path, null: int | None = None) -> NDArray[np.int64]:
-    column = table.column(name)
-    if column.null_count and null is None:
-        raise UserError(f"{where}: column {name} has {column.null_count} empty values; every frame needs one")
-    if pa.types.is_null(column.type):
-        return np.full(len(column), null, np.int64)
-    if column.null_count:
-        column = column.fill_null(null)
-    return np.asarray(column.to_numpy(), np.int64)
 
 
 def _open_table(where: Path) -> lance.LanceDataset:

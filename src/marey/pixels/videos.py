@@ -142,6 +142,8 @@ class VideoEpisodes:
     def read(self, requests: Sequence[FrameRequest]) -> list[torch.Tensor]:
         """uint8 ``[T, 3, H, W]`` per request (channels last in memory); each file is read forward once per call.
 
+        Clips that overlap may share memory: they are for reading only.
+
         Raises ``UserError`` naming the file when it changed, no longer decodes, or its decoder hung or died;
         ``IndexError`` for a step outside the episode.
         """
@@ -189,19 +191,14 @@ class VideoEpisodes:
 
     def _clips(self, number: int, steps: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
         """Clips of one file, read together."""
-        with reading(self._indexed[number].footage.name):
-            return self._clips_of(number, steps)
-
-    def _clips_of(self, number: int, steps: Sequence[NDArray[np.int64]]) -> list[torch.Tensor]:
-        self._check_unchanged(self._indexed[number])
-        if self._guard is None or self._pid != os.getpid():
-            self._guard, self._pid = GuardedReader(stall_s=self._stall_s), os.getpid()
         item = self._indexed[number]
-        every = np.unique(np.concatenate(steps))
-        pictures = self._guard.fetch(number, item.footage, item.index, every.tolist())
-        if len(steps) == 1 and np.array_equal(steps[0], every):  # as most clips are: nothing to copy once more
-            return [torch.from_numpy(pictures).permute(0, 3, 1, 2)]
-        return [torch.from_numpy(pictures[np.searchsorted(every, own)]).permute(0, 3, 1, 2) for own in steps]
+        with reading(item.footage.name):
+            self._check_unchanged(item)
+            if self._guard is None or self._pid != os.getpid():
+                self._guard, self._pid = GuardedReader(stall_s=self._stall_s), os.getpid()
+            every = np.unique(np.concatenate(steps))
+            pictures = self._guard.fetch(number, item.footage, item.index, every.tolist())
+            return [torch.from_numpy(_rows(pictures, every, own)).permute(0, 3, 1, 2) for own in steps]
 
     def _check_unchanged(self, item: _Indexed) -> None:
         try:
@@ -210,6 +207,14 @@ class VideoEpisodes:
             raise UserError(f"{item.footage.name} {error}; it was there when the run began") from None
         if not unchanged:
             raise UserError(f"{item.footage.name} changed since it was indexed; start again")
+
+
+def _rows(pictures: NDArray[np.uint8], every: NDArray[np.int64], own: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The pictures of steps ``own`` among those of ``every``: a view where they stand in a row, as most clips' do."""
+    places = np.searchsorted(every, own)
+    if len(own) and (np.diff(places) == 1).all():
+        return pictures[places[0] : places[-1] + 1]
+    return pictures[places]
 
 
 def index_key(footage: Footage, rate: float) -> str:
