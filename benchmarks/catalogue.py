@@ -45,7 +45,12 @@ BENCHMARKS = (
     Benchmark(name="planner", about="planning and the first batch against clips"),
     # In eight minutes as it is.
     Benchmark(name="gpu", about="checks and timings of everything that has a CUDA path", quick=(), cuda=True),
-    Benchmark(name="findings", about="published findings in miniature", apart="an experiment of hours, not speed"),
+    Benchmark(
+        name="findings",
+        about="published findings in miniature",
+        apart="an experiment of hours, not speed",
+        command="python benchmarks/findings.py --seeds 5 --jobs 2 --out findings",
+    ),
     Benchmark(
         name="chaos",
         about="runs killed and resumed against one untouched",

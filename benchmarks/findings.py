@@ -127,9 +127,8 @@ def one(folder: Path, name: str, seed: int, *, unit: int, threads: int) -> dict[
     run(words, log=folder / "read.log", threads=threads)
     found.update(json.loads((folder / "read.json").read_text()))
     write_json(folder / "result.json", found)
-    print(
-        f"{folder.name}: {seconds:.0f} s; " + "; ".join(f"{task} {scores(found, task)}" for task in TASKS), flush=True
-    )
+    shown = "; ".join(f"{task} {scores(found, task)}" for task in TASKS)
+    print(f"{folder.name}: {found['train_seconds']:.0f} s; {shown}", flush=True)
     return found
 
 

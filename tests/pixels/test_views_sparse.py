@@ -191,8 +191,7 @@ def test_the_key_decides_how_a_dataset_makes_its_patches(tmp_path: Path) -> None
         assert torch.equal(b.views_local.patches[2 * row], want)
 
 
-def test_a_configuration_older_than_the_key_reads_as_sparse() -> None:
+def test_a_configuration_older_than_the_key_does_not_read_as_sparse() -> None:
     old = describe(load_config(["recipe=smoke"]))
     assert old["augmentation"].pop("sparse") is True
-    assert with_later_keys(old, EncoderConfig)["augmentation"]["sparse"] is True
-    assert EncoderConfig.model_validate(old).augmentation.sparse
+    assert with_later_keys(old, EncoderConfig)["augmentation"]["sparse"] is False

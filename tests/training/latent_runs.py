@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from marey.config.causal import CausalConfig
 from marey.config.compose import compose_container, validate
+from marey.training.again import Again
+
+from .conftest import Finished
 
 SMALL = (
     "model.hidden=16",
@@ -73,3 +76,26 @@ def mixture(folder: Path) -> tuple[str, ...]:
         write(folder, "b", 16, canvases=((4, 4),))
     a, b = folder / "a.csv", folder / "b.csv"
     return (f"data.sources=[{{name: a, manifest: {a}, weight: 2}}, {{name: b, manifest: {b}}}]",)
+
+
+def runner(tmp_path: Path) -> Callable[..., Finished]:
+    """Runs ``fit`` on a causal configuration in this process: ``run(name, *overrides)``."""
+
+    def run(name: str, *overrides: str) -> Finished:
+        from marey.training.fit import fit
+
+        folder, kept = tmp_path / name, tmp_path / f"{name}-checkpoints"
+        folder.mkdir(exist_ok=True)
+        lines: list[str] = []
+        newest = fit(
+            load(*overrides),
+            run_dir=folder,
+            checkpoint_dir=kept,
+            differences=[],
+            command=["marey", "train", *overrides],
+            again=Again(program=["marey", "train"], overrides=overrides, folder=tmp_path, run_dir=folder),
+            say=lines.append,
+        )
+        return Finished(folder, kept, lines, newest)
+
+    return run

@@ -18,12 +18,11 @@ import torch
 
 from marey.core.errors import UserError
 from marey.sampling.exposure import read_exposure
-from marey.training.again import Again
 from marey.training.kinds.causal import CausalKind
 from marey.training.metrics import TIME_COLUMNS
 
 from .conftest import Finished
-from .latent_runs import FPS, SMALL, load, mixture, one_source, write
+from .latent_runs import FPS, SMALL, mixture, one_source, runner, write
 from .test_resume import differences, experiment
 
 MODES = ("strict", "padded", "bucket", "packed")
@@ -32,26 +31,7 @@ Run = Callable[..., Finished]
 
 @pytest.fixture
 def train(tmp_path: Path) -> Run:
-    """Runs ``fit`` on a causal configuration in this process."""
-
-    def run(name: str, *overrides: str) -> Finished:
-        from marey.training.fit import fit
-
-        folder, kept = tmp_path / name, tmp_path / f"{name}-checkpoints"
-        folder.mkdir(exist_ok=True)
-        lines: list[str] = []
-        newest = fit(
-            load(*overrides),
-            run_dir=folder,
-            checkpoint_dir=kept,
-            differences=[],
-            command=["marey", "train", *overrides],
-            again=Again(program=["marey", "train"], overrides=overrides, folder=tmp_path, run_dir=folder),
-            say=lines.append,
-        )
-        return Finished(folder, kept, lines, newest)
-
-    return run
+    return runner(tmp_path)
 
 
 def val_losses(done: Finished) -> list[float]:

@@ -16,13 +16,12 @@ from marey.core.errors import UserError
 from marey.objectives.video_program import VideoProgram
 from marey.sampling.exposure import read_exposure
 from marey.sampling.forecast import forecast
-from marey.training.again import Again
 from marey.training.kinds.causal import CausalKind
 from marey.training.plan import plan_text
 from marey.training.verify import assert_resumes_exactly
 
 from .conftest import Finished
-from .latent_runs import SMALL, load, mixture, one_source, write
+from .latent_runs import SMALL, load, mixture, one_source, runner, write
 
 FILLED = ("data.batching.mode=packed", "data.batching.fill_tokens=64")
 Run = Callable[..., Finished]
@@ -30,24 +29,7 @@ Run = Callable[..., Finished]
 
 @pytest.fixture
 def train(tmp_path: Path) -> Run:
-    def run(name: str, *overrides: str) -> Finished:
-        from marey.training.fit import fit
-
-        folder, kept = tmp_path / name, tmp_path / f"{name}-checkpoints"
-        folder.mkdir(exist_ok=True)
-        lines: list[str] = []
-        newest = fit(
-            load(*overrides),
-            run_dir=folder,
-            checkpoint_dir=kept,
-            differences=[],
-            command=["marey", "train", *overrides],
-            again=Again(program=["marey", "train"], overrides=overrides, folder=tmp_path, run_dir=folder),
-            say=lines.append,
-        )
-        return Finished(folder, kept, lines, newest)
-
-    return run
+    return runner(tmp_path)
 
 
 def test_it_is_restored_at_every_step_bit_for_bit(tmp_path: Path) -> None:

@@ -80,9 +80,9 @@ class AugmentationConfig(Section):
     )
     # It has a default, so that configurations inside older checkpoints stay readable.
     sparse: bool = Field(
-        default=True,
+        default=False,
         description="make only the patches that are kept (false: whole views as published, then their patches); the "
-        "same crops bit by bit, colours within rounding",
+        "same crops bit by bit; where colours change, one grey level in fifty or so differs, most by 1",
     )
 
     @model_validator(mode="after")

@@ -171,7 +171,7 @@ def _probes(probes: Sequence[ProbeResult]) -> str:
         rows.append(["always the commonest class", chance, chance])
         tables.append(
             html.table(
-                ["encoder", "20 nearest neighbours", "linear layer"],
+                ["encoder", "nearest neighbours", "linear layer"],
                 rows,
                 caption=f"{result.label.capitalize()}: {len(result.classes)} classes, accuracy on "
                 f"{result.test_videos:,} held-out videos",

@@ -15,7 +15,7 @@ from marey.evaluation.run_state import score_of, scores, state, state_words
 from marey.evaluation.wording import count, dig
 
 Columns = Mapping[str, Numbers]
-_KINDS = {"knn": "20 nearest neighbours", "linear": "linear layer", "attentive": "attentive probe"}
+_KINDS = {"knn": "nearest neighbours", "linear": "linear layer", "attentive": "attentive probe"}
 NOT_SHOWN = 40
 """Sources, sittings or differences beyond this many are counted and not listed."""
 

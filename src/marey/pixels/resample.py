@@ -139,7 +139,8 @@ class _Filters(NamedTuple):
 
     def apply(self, levels: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """``[K, n, box]`` centred levels -> ``[K, n, patch]``, for patches number ``at`` of the axis."""
-        sums = torch.bmm(levels, self.taps[at].to(self.dtype)).add_(self.offsets[at])
+        with torch.autocast("cpu", enabled=False):  # products of fewer bits would not be exact
+            sums = torch.bmm(levels, self.taps[at].to(self.dtype)).add_(self.offsets[at])
         return sums.mul_(2.0**-self.bits).floor_().clamp_(-128, 127)
 
 

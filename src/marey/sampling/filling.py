@@ -72,7 +72,7 @@ def _best_fit(which: Sequence[int], sizes: Sequence[int], budget: int) -> tuple[
 
 @dataclass(frozen=True)
 class FilledEpoch:
-    """Which draws fill each microbatch of one epoch, over all ranks. 8 bytes a draw, 28 a microbatch."""
+    """Which draws fill each microbatch of one epoch, over all ranks. 8 bytes a draw, 20 a microbatch."""
 
     draws: Ints
     """int64 ``[n]``: all draws of the epoch, bin by bin, in the sampler's order within a bin."""
