@@ -165,7 +165,8 @@ def test_of_two_workers_the_one_at_fault_names_the_file_it_is_at(
     for name in "abcdefgh":
         make_video(tmp_path / "videos" / f"{name}.mp4", frames=12, rate=15)
     words = (f"data.train={tmp_path / 'videos'}", "data.video_rate=15", "loader.clips_per_video=1")
-    config = small(*words, "loader.num_workers=2", "loader.timeout=6")
+    # Long enough for workers to start on a busy machine; only the one that hangs makes anybody wait for it.
+    config = small(*words, "loader.num_workers=2", f"loader.timeout={15 if fault == 'hang' else 60}")
     data = open_train(config)
     source = data.sources[0]
     plan = batch_plan(config, data.clips, world_size=1)
