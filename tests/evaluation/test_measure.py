@@ -97,6 +97,23 @@ def test_strength_is_chosen_on_other_videos_than_it_is_fitted_on():
     assert choose_strength(x, y, videos, classes=2, seed=0) in (0.001, 0.01, 0.1, 1.0, 10.0)
 
 
+@pytest.mark.parametrize(("videos", "draws"), [(40, 5), (400, 3), (1000, 1)])
+def test_few_videos_choose_a_strength_on_several_draws_of_a_fifth(
+    videos: int, draws: int, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[str] = []
+
+    def watched(*given, purpose: str, **named):
+        asked.append(purpose)
+        return held_out(*given, purpose=purpose, **named)
+
+    monkeypatch.setattr("marey.evaluation.measure.held_out", watched)
+    y = np.arange(videos) % 2
+    x = y[:, None] + rng(0, "test-strength").normal(size=(videos, 2)).astype(np.float32)
+    choose_strength(x.astype(np.float32), y, [f"{v}.mp4" for v in range(videos)], classes=2, seed=0)
+    assert asked == ["probe-validation", *(f"probe-validation-{i}" for i in range(1, draws))]
+
+
 def test_with_few_clips_the_largest_class_does_not_win_by_its_size():
     x = np.repeat(np.eye(2, dtype=np.float32), [6, 9], axis=0)
     y = np.repeat([0, 1], [6, 9])

@@ -23,6 +23,8 @@ from marey.evaluation.intervals import paired_gain, wilson
 from marey.evaluation.split import VALIDATION_SHARE, few_per_class, held_out
 from marey.evaluation.token_features import Tokens
 
+ENOUGH, MOST_DRAWS = 200, 5
+"""Validation videos that a choice of strength asks for, and draws of a validation part to come to them."""
 DRAWS = 5
 """Of a few labels for each class: which ones they are makes a difference."""
 
@@ -255,20 +257,25 @@ def _numbers(side: Side, index: Mapping[str, int]) -> NDArray[np.int64]:
 
 
 def choose_strength(x: Floats, y: NDArray[np.int64], videos: Sequence[str], *, classes: int, seed: int) -> float:
-    """The regularisation that does best on a fifth of the training videos, held out for this choice alone.
+    """The regularisation that does best on fifths of the training videos, held out for this choice alone.
 
-    The stronger regularisation wins a tie.
+    One fifth where it holds ``ENOUGH`` videos, else as many draws of one, up to ``MOST_DRAWS``, as come to so many:
+    on forty videos chance decides among the strengths. The stronger regularisation wins a tie.
     """
-    validation = held_out(videos, y, share=VALIDATION_SHARE, seed=seed, purpose="probe-validation")
-    if not validation.any() or len(np.unique(y[~validation])) < 2:
-        return 1.0
-    best, best_right = STRENGTHS[0], -1.0
-    for strength in STRENGTHS:
-        fit = fit_linear(x[~validation], y[~validation], classes=classes, strength=strength)
-        right = float((fit.probabilities(x[validation]).argmax(axis=1) == y[validation]).mean())
-        if right > best_right:
-            best, best_right = strength, right
-    return best
+    right = np.zeros(len(STRENGTHS))
+    asked = 0
+    for draw in range(MOST_DRAWS):
+        purpose = "probe-validation" if draw == 0 else f"probe-validation-{draw}"
+        validation = held_out(videos, y, share=VALIDATION_SHARE, seed=seed, purpose=purpose)
+        if not validation.any() or len(np.unique(y[~validation])) < 2:
+            continue
+        for i, strength in enumerate(STRENGTHS):
+            fit = fit_linear(x[~validation], y[~validation], classes=classes, strength=strength)
+            right[i] += float((fit.probabilities(x[validation]).argmax(axis=1) == y[validation]).sum())
+        asked += len({video for video, out in zip(videos, validation.tolist(), strict=True) if out})
+        if asked >= ENOUGH:
+            break
+    return STRENGTHS[int(right.argmax())] if asked else 1.0
 
 
 def _score(right: NDArray[np.bool_]) -> Score:
