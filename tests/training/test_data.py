@@ -3,10 +3,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import pytest
 import torch
@@ -152,7 +154,7 @@ def test_a_stalled_worker_is_named_with_what_it_was_reading(
         next(iter(loader))
 
 
-@pytest.mark.parametrize("fault", ["hang", "die"])
+@pytest.mark.parametrize("fault", ["hang", "die", "die with a lock"])
 def test_of_two_workers_the_one_at_fault_names_the_file_it_is_at(
     small: Configure,
     opened: list[MicroStepLoader],
@@ -190,7 +192,12 @@ class Disk(VideoEpisodes):
 
     def _check_unchanged(self, item: Any) -> None:
         if item.footage.name == self.bad:
-            if self.fault == "die":
+            if self.fault == "die with a lock":
+                frame = sys._getframe()
+                while frame.f_code.co_name != "_worker_loop":
+                    frame = cast("FrameType", frame.f_back)
+                frame.f_locals["done_event"]._cond.acquire()  # all workers and the loader itself ask for it
+            if self.fault != "hang":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(3600)
         super()._check_unchanged(item)

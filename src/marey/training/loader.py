@@ -192,7 +192,11 @@ class MicroStepLoader:
         )
         # Workers ignore SIGTERM, which is how multiprocessing ends what is left at exit: end them before that.
         atexit.register(self.close)
-        return iter(loader)
+        stream: Any = iter(loader)
+        if workers:
+            stream._workers_done_event = _Done(stream._workers_done_event)
+        opened: Iterator[Any] = stream
+        return opened
 
     def _worker_start(self) -> Callable[[int], None]:
         self._notes = tempfile.TemporaryDirectory(prefix="marey-reading-", ignore_cleanup_errors=True)
@@ -280,7 +284,8 @@ class MicroStepLoader:
             return
         atexit.unregister(self.close)
         workers = list(getattr(stream, "_workers", []))
-        if self._stuck or by_force:  # asking it to end would wait for it in vain
+        if self._stuck or by_force or not all(worker.is_alive() for worker in workers):
+            # Asking them to end would wait in vain for one that hangs, or for one that has gone.
             self._stuck = False
             for worker in workers:
                 worker.kill()
@@ -293,6 +298,29 @@ class MicroStepLoader:
         if self._notes is not None:
             self._notes.cleanup()
             self._notes = None
+
+
+class _Done:
+    """The event that ends workers, as this process needs it: no worker can take it to its grave.
+
+    PyTorch's is shared under a lock, and a worker that is killed while it asks leaves the lock shut for good: the next
+    to ask, this process too, would wait for ever. Here nobody but this process sets it, so it knows without asking.
+    """
+
+    def __init__(self, shared: Any) -> None:
+        self._shared, self._set = shared, False
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        self._set = True
+        ours = self._shared._cond.acquire(timeout=1)
+        # What the shared event's own ``set`` does, less the lock, which is not recursive; nobody waits for the event.
+        self._shared._flag.acquire(False)
+        self._shared._flag.release()
+        if ours:
+            self._shared._cond.release()
 
 
 def ignored_settings(config: LoaderSettings) -> list[str]:
